@@ -24,7 +24,7 @@ from nandoctor.text import MAX_SAMPLES_LISTED, constant, number
 from nandoctor.torch_compat import running_node
 from nandoctor.tracing.dispatch_hook import Invocation, find_lines
 from nandoctor.tracing.module_tracer import Owner
-from nandoctor.tracing.tensor_stats import all_finite, has_nan_or_inf, has_nonfinite
+from nandoctor.tracing.tensor_stats import all_finite, has_nonfinite
 from nandoctor.tracing.tensor_tree import walk_tensors
 
 _OF_SAMPLES = Watch(stage="samples")
@@ -69,13 +69,13 @@ class Symptom:
             return self.ends_there or trace.fails_as(self.failing)
         reached: list[bool] = []
         kinds = origin.elements.kinds
-        is_wrong = has_nan_or_inf if kinds and "-inf" not in kinds else has_nonfinite  # -Inf may be a mask's
+        but_masks = bool(kinds) and "-inf" not in kinds
 
         def look(owner: Callable[[], Owner], call: Invocation, made: Any) -> None:
             if call.name == origin.op and (origin.phase == "loss" or owner()[0] == origin.place.module):
                 lines = find_lines()  # those of a derivative are its function's
                 is_there = running_node() is not None or (lines.inside or lines.source) == origin.source
-                if is_there and is_wrong(made):
+                if is_there and has_nonfinite(made, but_masks=but_masks):
                     reached.append(True)
                     if self.ends_there:
                         raise EndedEarly

@@ -38,7 +38,7 @@ from nandoctor.fixes.budget import BudgetSpent, TrialBudget
 from nandoctor.fixes.variations import surrogate_loss
 from nandoctor.machine import is_out_of_memory
 from nandoctor.tracing.dispatch_hook import Invocation
-from nandoctor.tracing.tensor_stats import all_finite, has_nan_or_inf
+from nandoctor.tracing.tensor_stats import all_finite, has_nonfinite
 
 GRADIENT_TOLERANCE = 0.1
 """The largest relative error in norm of all gradients together, which pass through twice as many roundings."""
@@ -335,7 +335,7 @@ class Trials:
         seen: list[bool] = []
 
         def look(_: object, call: Invocation, made: Any) -> None:
-            if not seen and has_nan_or_inf(made):
+            if not seen and has_nonfinite(made, but_masks=True):
                 seen.append(True)
 
         watch = Watch(

@@ -110,15 +110,10 @@ def all_finite(tensor: torch.Tensor) -> bool:
     return values is None or holds_finite(values)
 
 
-def has_nan_or_inf(value: Any) -> bool:
-    """Return True if any tensor in a value holds NaN or +Inf; a mask's -Inf alone does not count."""
-    readings = map(measure, tree_tensors(value))
-    return not all(reading is None or limits_of(reading)[1] < math.inf for reading in readings)
-
-
-def has_nonfinite(value: Any) -> bool:
-    """Return True if any tensor in a value holds NaN or an infinity."""
-    return not all(map(is_finite, map(measure, tree_tensors(value))))
+def has_nonfinite(value: Any, *, but_masks: bool) -> bool:
+    """Return True if any tensor in a value holds NaN or an infinity; `but_masks`: -Inf alone does not count."""
+    readings = filter(None, map(measure, tree_tensors(value)))
+    return not all(limits_of(reading)[1] < math.inf if but_masks else is_finite(reading) for reading in readings)
 
 
 def measure_all(tensors: Iterable[tuple[str, torch.Tensor]], *, counts: bool = False) -> tuple[TensorStats, ...]:
