@@ -34,24 +34,24 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_019, "tests": 32_412, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_977, "tests": 32_412, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_986,
-    "autocast": 837,
+    "autocast": 830,
     "capture": 2_611,
     "causes": 2_670,
     "changes": 3_137,
     "cli": 889,
     "diagnosis": 2_090,
     "dumps": 3_203,
-    "engine": 3_124,
+    "engine": 3_110,
     "evidence": 1_705,
     "fixes": 3_764,
     "fleet": 746,
     "repro_scripts": 658,
     "step": 3_112,
-    "tracing": 1_795,
+    "tracing": 1_774,
     "views": 2_692,
 }
 """What each room may have: never more than it had, or than it is drawn with where it is new. These only go down."""
