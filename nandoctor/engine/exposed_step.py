@@ -6,6 +6,7 @@ returned integers, booleans or only finite numbers.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from nandoctor.engine.call import Batch
 from nandoctor.engine.module_state import tensors_in
 from nandoctor.engine.runner import FailingStep
 from nandoctor.evidence.trace import SourceLine
-from nandoctor.ops import MOVES, SELECTIONS, UNFILLED
+from nandoctor.ops import COMPARISONS, MOVES, SELECTIONS, UNFILLED
 from nandoctor.torch_compat import plain_torch, tree_tensors, version_of
 from nandoctor.tracing.dispatch_hook import Invocation, Proceed, find_lines, intercepting
 from nandoctor.tracing.tensor_stats import all_finite, format_of, numbers_in
@@ -111,10 +112,17 @@ def _hides(call: Invocation, taken: torch.Tensor, made: Any) -> bool:
     numbers = numbers_in(taken)
     if numbers is None or all_finite(taken):
         return False
-    # `x != x` tests for NaN, and hides nothing.
     if len(floats) < len(leaves) or not leaves:
-        return not (call.name in ("eq", "ne") and call.args[0] is call.args[1])
+        return not _tests_for_nonfinite(call)
     return all(map(all_finite, floats)) and bool(torch.isnan(numbers).any())
+
+
+def _tests_for_nonfinite(call: Invocation) -> bool:
+    """Return True if an op only asks for NaN or Inf, which hides nothing: `x != x`, or `x == inf` of a number."""
+    if call.name not in COMPARISONS or len(call.args) < 2:
+        return False
+    first, second = call.args[:2]
+    return first is second or (isinstance(second, float) and math.isinf(second))
 
 
 WAYS = 4

@@ -28,6 +28,7 @@ from nandoctor.engine.module_state import is_large
 from nandoctor.engine.runner import FailingStep
 from nandoctor.engine.saved_outputs import is_flags
 from nandoctor.evidence.edits import Change, Edit, OpSite, SingleEdit, flatten
+from nandoctor.evidence.trace import SourceLine
 from nandoctor.fixes.agreement import TOLERANCE, Result, gradient_error, in_pieces, largest_of
 from nandoctor.fixes.candidates import join
 from nandoctor.fixes.variations import scaled
@@ -65,7 +66,8 @@ class Meaning:
     """The meaning of one step's unchanged formula; what it needs is run once, and only when it is asked for.
 
     `behind` are the arrays, weights and buffers that the failing ops' arguments are computed from; all, if it is empty.
-    `makers` are the places of the ops that made those in which they are singular. `gives_infinity`: the failing ops do,
+    `makers` are the places of the ops that made those in which they are singular, and `by_hand` of those that compute
+    gradients in a hand-written backward. `gives_infinity`: the failing ops do,
     where the mean of no elements is NaN at once.
     """
 
@@ -75,9 +77,11 @@ class Meaning:
         *,
         behind: frozenset[str] = frozenset(),
         makers: frozenset[OpSite] = frozenset(),
+        by_hand: frozenset[SourceLine | None] = frozenset(),
         gives_infinity: bool = False,
     ) -> None:
-        self._trials, self._behind, self._makers, self._gives_infinity = trials, behind, makers, gives_infinity
+        self._trials, self._behind, self._makers = trials, behind, makers
+        self._by_hand, self._gives_infinity = by_hand, gives_infinity
 
     @cached_property
     def smaller(self) -> tuple[float, Trials] | None:
@@ -212,12 +216,26 @@ class Meaning:
             if bool(replaced.any()):
                 worst = int(torch.where(replaced, off, 0.0).argmax())
                 return f"{self._place(name, ours, worst)} {_describe_at(worst, (ours, tends, itself))}"
-        if limit is None:
-            return None
+        if self.is_by_hand(edit):
+            meant = {name: self._known_gradient(name) for name in exact.gradients}
+            puts_numbers = _with_other_numbers(edit) != edit
+            return _describe_gradients(self._trials.exact(change), meant, everywhere=puts_numbers)
         # Where a value has no limit, such as log(0), that of a gradient means nothing.
-        has_values = all(bool(torch.isfinite(values).all()) for values in limit.values.values())
-        is_open = has_values and not exact.gradients_finite
-        return _describe_gradients(self._trials.exact(change), limit) if is_open else None
+        if limit is None or not all(bool(torch.isfinite(values).all()) for values in limit.values.values()):
+            return None
+        is_open = not exact.gradients_finite
+        return _describe_gradients(self._trials.exact(change), limit.gradients, everywhere=False) if is_open else None
+
+    def is_by_hand(self, edit: Edit) -> bool:
+        """Return True if an edit changes nothing but what a hand-written backward computes."""
+        sources = {site.source for single in flatten((edit,)) for site in single.sites}
+        return bool(sources) and self._by_hand.issuperset(sources)
+
+    def _known_gradient(self, name: str) -> torch.Tensor:
+        """Return a gradient in float64, and its limit where that is no number."""
+        own, limit = self._trials.exact().gradients[name], self.limit
+        tends = limit.gradients.get(name, own) if limit is not None else own
+        return torch.where(torch.isfinite(own), own, tends.to(own))
 
     def _place(self, name: str, values: torch.Tensor, worst: int) -> str:
         if name == "loss" or not values.dim():
@@ -456,11 +474,13 @@ def _describe_at(place: int, values: tuple[torch.Tensor, ...]) -> str:
     return f"{number(given)} where the formula {formula}"
 
 
-def _describe_gradients(made: Result, limit: Result) -> str | None:
-    """Describe gradients that differ from their limit, where they have one."""
-    for name in made.gradients.keys() & limit.gradients:
-        theirs = limit.gradients[name].double()
+def _describe_gradients(made: Result, meant: Tensors, *, everywhere: bool) -> str | None:
+    """Describe gradients that differ from the `meant` ones where these are numbers; `everywhere`: all have to be."""
+    for name in made.gradients.keys() & meant:
+        theirs = meant[name].double()
         known = torch.isfinite(theirs)
+        if everywhere and not bool(known.all()):
+            return f"the gradient of `{name}` has no limit at this point, and is replaced"
         off = torch.where(known, made.gradients[name].double() / made.gradient_scale - theirs, 0.0)
         size = torch.where(known, theirs, 0.0).norm()
         if float(off.norm()) > TOLERANCE * max(float(size), torch.finfo(torch.float32).tiny):

@@ -221,6 +221,7 @@ class _Search:
             self._trials.with_gradients,
             behind=list_behind(sites, self._findings.ops),
             makers=list_makers(sites, self._findings.ops),
+            by_hand=frozenset(op.source for op in self._findings.inside),
             gives_infinity=any({"+inf", "-inf"} & {*it.origin.elements.kinds} for it in found.diagnoses),
         )
 
