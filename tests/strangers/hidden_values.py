@@ -86,14 +86,17 @@ def squares(h):
     return (300 + h.abs()) * (300 + h.abs())
 
 
+def weighed(h, degree):
+    scale = degree.float() ** -0.5
+    return h * degree * scale.masked_fill(scale == math.inf, 0.0)
+
+
 INNOCENT = {
     "checked beside": lambda _, h: torch.where(torch.isfinite(nan(h)) & (nan(h) > 0), h, -h),
     "guarded": lambda _, h: h if not torch.isfinite(nan(h)).all() else 2 * h,
     "logarithms of zero": lambda model, h: model.table(torch.log(h.relu()).argmax(-1)),
     "infinite and compared": lambda _, h: torch.where(h / (h - h) > 2, h, -h),
-    "asked for as a number": lambda _, h: (
-        h + (s := (h > 9).sum(-1).float() ** -0.5).masked_fill(s == math.inf, 0)[:, None]
-    ),
+    "asked for as a number": lambda _, h: weighed(h, (h == h.amax()).sum(-1, keepdim=True)),
     "overflow that decides as fp32 does": lambda _, h: h if squares(h).amax() > 1e4 else 2 * h,
 }
 for name, then in INNOCENT.items():
