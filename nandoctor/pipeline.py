@@ -117,7 +117,8 @@ def add_fixes(found: Diagnosed, settings: Settings) -> Report:
         try:
             search = search_fixes(step, findings, budget)
         except LossError as error:
-            search = search_fixes(replace(step, loss=None), findings, budget)
+            step = replace(step, loss=None)
+            search = search_fixes(step, findings, budget)
             told = (*found.report.notes, f"{error.message} {error.remedy}")
             found = replace(found, report=replace(found.report, notes=told))
         if found.plain is not None and findings.conclusion.in_fp32 and search.fixes and not _is_fixed(search):
