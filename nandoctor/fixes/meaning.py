@@ -217,9 +217,7 @@ class Meaning:
                 worst = int(torch.where(replaced, off, 0.0).argmax())
                 return f"{self._place(name, ours, worst)} {_describe_at(worst, (ours, tends, itself))}"
         if self.is_by_hand(edit):
-            meant = {name: self._known_gradient(name) for name in exact.gradients}
-            puts_numbers = _with_other_numbers(edit) != edit
-            return _describe_gradients(self._trials.exact(change), meant, everywhere=puts_numbers)
+            return self._describe_by_hand(change, edit)
         # Where a value has no limit, such as log(0), that of a gradient means nothing.
         if limit is None or not all(bool(torch.isfinite(values).all()) for values in limit.values.values()):
             return None
@@ -230,6 +228,18 @@ class Meaning:
         """Return True if an edit changes nothing but what a hand-written backward computes."""
         sources = {site.source for single in flatten((edit,)) for site in single.sites}
         return bool(sources) and self._by_hand.issuperset(sources)
+
+    def _describe_by_hand(self, change: Change, edit: Edit) -> str | None:
+        """Describe how the gradients are off float64's, of smaller inputs if need be, or that nothing shows them."""
+        exact = self._trials.exact()
+        if self.smaller is not None and self.smaller[1].exact().finite:
+            factor, trials = self.smaller
+            off = gradient_error(trials.reference(change), trials.exact())
+            at = f"off float64's with inputs of {factor:g} times the size"
+            return f"the gradients are {percent(off)} {at}" if off > TOLERANCE else None
+        meant = {name: self._known_gradient(name) for name in exact.gradients}
+        puts_numbers = _with_other_numbers(edit) != edit
+        return _describe_gradients(self._trials.exact(change), meant, everywhere=puts_numbers)
 
     def _known_gradient(self, name: str) -> torch.Tensor:
         """Return a gradient in float64, and its limit where that is no number."""

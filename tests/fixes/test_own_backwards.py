@@ -36,7 +36,7 @@ class Net(nn.Module):
 def test_a_clamp_in_a_backward_replaces_values(replay, powers):
     """Clamped at 80 two large exponents have a share of one half each: in this batch, or in another.
 
-    At 800 not even float64 shows what the gradient is.
+    Past 709 float64 shows what the gradient is with smaller inputs alone.
     """
     x = torch.tensor([powers, [0.5, -2.0]])
     report = replay(Net, {"x": x}, loss=lambda output, _: output.mean())
@@ -44,7 +44,7 @@ def test_a_clamp_in_a_backward_replaces_values(replay, powers):
     assert stable.verified
     assert "gradient[:, None] * torch.softmax(" in stable.patch
     assert (clamp.kind, clamp.verified) == ("source", False)
-    assert (clamp.workaround or "").startswith("the gradient of" if powers != [120.0, 1.0] else "other batches")
+    assert (clamp.workaround or "").startswith("the gradient of" if 1.0 not in powers else "other batches")
 
 
 class Rounding(torch.autograd.Function):
