@@ -34,10 +34,10 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_977, "tests": 32_412, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_017, "tests": 32_421, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
-    FILES: 2_986,
+    FILES: 2_987,
     "autocast": 830,
     "capture": 2_611,
     "causes": 2_670,
@@ -45,9 +45,9 @@ MAX_LINES_OF_ROOMS = {
     "cli": 889,
     "diagnosis": 2_090,
     "dumps": 3_203,
-    "engine": 3_110,
+    "engine": 3_118,
     "evidence": 1_705,
-    "fixes": 3_764,
+    "fixes": 3_795,
     "fleet": 746,
     "repro_scripts": 658,
     "step": 3_112,
