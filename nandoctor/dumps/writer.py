@@ -18,12 +18,9 @@ from nandoctor.dumps.signature import sign
 from nandoctor.dumps.stored_tensor import COMPUTED_DTYPES
 from nandoctor.text import dtype_name
 
-try:
+_CAN_LOCK = os.name == "posix"  # on Windows an open file cannot be deleted anyway
+if _CAN_LOCK:
     import fcntl
-except ImportError:  # Windows, where an open file cannot be deleted anyway
-    _CAN_LOCK = False
-else:
-    _CAN_LOCK = True
 
 
 def write_dump(contents: Mapping[str, Any], folder: Path, stem: str) -> Path:

@@ -27,7 +27,7 @@ from nandoctor.engine.user_code import explain_import, explain_memory, kept_runn
 from nandoctor.errors import ModelError
 from nandoctor.machine import is_out_of_memory
 from nandoctor.process_wide import held
-from nandoctor.source_files import decode_source, parse
+from nandoctor.source_files import parse_source
 from nandoctor.text import relative_path
 
 _BY_NAME = frozenset({"eval", "exec", "globals", "locals", "vars"})
@@ -57,8 +57,7 @@ class Script:
     """The statements of a file, and `module`, in which those run that a name needs."""
 
     def __init__(self, path: Path, module: ModuleType, project: Project) -> None:
-        text = decode_source(path.read_bytes())[0].removeprefix("\ufeff")
-        tree = parse(text) or ast.parse(text, str(path))  # which says why it is not Python
+        tree = parse_source(path) or ast.parse(path.read_bytes(), str(path))  # which says why it is not Python
         nodes = list(flattened(tree.body))
         future = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
         postponed = any(alias.name == "annotations" for node in future for alias in node.names)
