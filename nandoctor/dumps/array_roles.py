@@ -7,38 +7,33 @@ from itertools import chain
 
 from nandoctor.evidence.dump_summary import Role
 
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
 _NAMES: dict[Role, frozenset[str]] = {
-    "input": _words(
+    "input": frozenset(
         """image images img imgs input inputs x pixels pixel_values input_ids input_values input_features inputs_embeds
         token_ids tokens token_type_ids position_ids attention_mask key_padding_mask padding_mask input_mask src
         decoder_input_ids decoder_attention_mask audio waveform spectrogram video frames text data samples features
-        noisy latents timesteps points"""
+        noisy latents timesteps points""".split()
     ),
-    "target": _words(
-        """target targets label labels y y_true mask masks gt ground_truth truth annotation annotations segmentation"""
+    "target": frozenset(
+        """target targets label labels y y_true mask masks gt ground_truth truth annotation annotations
+        segmentation""".split()
     ),
-    "output": _words(
+    "output": frozenset(
         """output outputs out logit logits pred preds predicted prediction predictions y_hat y_pred prob probs
-        probabilities score scores last_hidden_state"""
+        probabilities score scores last_hidden_state""".split()
     ),
 }
-# In a compound name ("pred_boxes", "mask_logits") the rarer role decides, hence the order; single letters are ignored.
-_WORD_ORDER: tuple[Role, ...] = ("output", "target", "input")
+"""By role, the commonest first: in a compound name ("pred_boxes", "mask_logits") the rarer one decides."""
 
-_BOOKKEEPING = _words("optim optimizer optimizers sched scheduler schedulers callbacks loops rng")
+_BOOKKEEPING = frozenset("optim optimizer optimizers sched scheduler schedulers callbacks loops rng".split())
 
 
 def role_of(name: str) -> Role:
     """Return the usual role of an array with this name; the outermost known part of a dotted name decides."""
     parts = _parts(name)
     by_part = (role for part in parts for role, names in _NAMES.items() if part in names)
-    words = {word for part in parts for word in part.split("_") if len(word) > 1}
-    by_word = (role for role in _WORD_ORDER if words & _NAMES[role])
+    words = {word for part in parts for word in part.split("_") if len(word) > 1}  # single letters are ignored
+    by_word = (role for role in reversed(_NAMES) if words & _NAMES[role])
     return next(chain(by_part, by_word), "unknown")
 
 
