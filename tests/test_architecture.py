@@ -34,7 +34,7 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_017, "tests": 32_421, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_008, "tests": 32_421, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_987,
@@ -44,13 +44,13 @@ MAX_LINES_OF_ROOMS = {
     "changes": 3_137,
     "cli": 889,
     "diagnosis": 2_090,
-    "dumps": 3_203,
+    "dumps": 3_195,
     "engine": 3_118,
     "evidence": 1_705,
     "fixes": 3_795,
     "fleet": 746,
     "repro_scripts": 658,
-    "step": 3_112,
+    "step": 3_111,
     "tracing": 1_774,
     "views": 2_692,
 }
