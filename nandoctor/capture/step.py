@@ -99,16 +99,6 @@ class RecordedStep:
             return "update"
         return "skipped" if self.was_skipped else ""
 
-    def compare_scale(self, scale: Flag | None, version: int | None, *, num_optimizers: int) -> None:
-        """Note that the scaler skipped the step if its scale is lower now.
-
-        If an optimizer was not called, the scaler has already waited for the gradients, so reading does not wait.
-        """
-        if version != self.scale_version and scale is not None and self.scale is not None:
-            not_all_called = not self.updates or len(self.updates) < num_optimizers
-            if not_all_called or not scale.on_device:
-                self.skipped = self.skipped or scale.values() < self.scale.values()
-
     @property
     def ready(self) -> bool:
         """True once every flag except the loss's has arrived."""

@@ -90,9 +90,8 @@ class StepTracker:
         step, ended = self.current, self._ended
         self.current, self._ended = following, None
         self._finish(ended, final=final)
-        num_optimizers = max(1, len(self.trainers.optimizers))
         is_over = following is not None or final
-        if step is not None and not (is_over or step.without_grad or len(step.updates) >= num_optimizers):
+        if step is not None and not (is_over or step.without_grad or self._has_all_updates(step)):
             self._ended = step
         else:
             self._finish(step, final=final)
@@ -104,10 +103,17 @@ class StepTracker:
             return
         if self._scaler is None:
             self._look_at_gradients(step, over_ranks=self._observer.sharded and not final)
-        else:
-            step.compare_scale(*self._read_scale(), num_optimizers=len(self.trainers.optimizers))
+        scale, version = self._read_scale()
+        if version != step.scale_version and scale is not None and step.scale is not None:
+            # Reading does not wait if an optimizer was not called: the scaler has already waited for the gradients.
+            is_known = not scale.on_device or not self._has_all_updates(step)
+            step.skipped = step.skipped or (is_known and scale.values() < step.scale.values())
         self._note_write(step)
         self._pending.append(step)
+
+    def _has_all_updates(self, step: RecordedStep) -> bool:
+        """Return True if every optimizer was called in the step."""
+        return len(step.updates) >= max(1, len(self.trainers.optimizers))
 
     def _note_write(self, step: RecordedStep) -> None:
         """Note that the loop itself has written weights between the step's forward and its first update."""
