@@ -1,7 +1,7 @@
 """Say what a record holds, once, as a document of blocks; and draw its blocks on every surface.
 
-`document` gives the blocks of anything that a command shows: a headline, then sections of excerpts, facts, patches,
-tables, plots and texts (`blocks`). One file writes the document of one record: `report`, with the sentences of
+`document` gives the blocks of anything that a command shows: a headline, then excerpts, facts, patches, tables, plots
+and texts, alone or in sections (`blocks`). One file writes the document of one record: `report`, with the sentences of
 `evidence`, `fixes`, `trials` and `layer_table`; `verification`, `triage`, `explain` and `inspect_dump`.
 `terminal`, `markdown` and `html` (a page, and a card for a notebook's cell) draw blocks and decide nothing else; `save`
 chooses one by a file's extension.
