@@ -34,12 +34,12 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_008, "tests": 32_421, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_004, "tests": 32_421, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_987,
     "autocast": 830,
-    "capture": 2_611,
+    "capture": 2_607,
     "causes": 2_670,
     "changes": 3_137,
     "cli": 889,
