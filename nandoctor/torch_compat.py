@@ -105,14 +105,6 @@ def default_device() -> torch.device:
 # Watching operations
 
 
-@contextmanager
-def observer_kernel(observe: Callable[..., Any]) -> Iterator[None]:
-    """Register `observe(keys, op, *args, **kwargs)`, process-wide, for every op called by a thread in `observed`."""
-    with kernel_library("_") as library:
-        _find("torch.library.Library.fallback")(library, observe, OBSERVER_KEY, with_keyset=True)
-        yield
-
-
 def without_observer(compute: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap what computes a higher-order operator's keys to omit the observer's key, for which it has no kernel."""
     return lambda args, kwargs, keys: compute(args, kwargs, keys.remove(_observer_key()))

@@ -64,12 +64,13 @@ class _State:
             self._keep_module(self._waiting.pop())
 
     def _keep_module(self, module: nn.Module) -> None:
-        attributes, kind = vars(module), type(module)
-        self.undo.callback(_put_back_module, module, kind, dict(attributes))
+        attributes = dict(vars(module))
+        self.undo.callback(lambda: _put_back(vars(module), attributes))
+        self.undo.callback(object.__setattr__, module, "__class__", type(module))  # a lazy module becomes another one
         if isinstance(module, torch.jit.ScriptModule):  # it keeps its tensors in C++
             for tensor in (*module.parameters(), *module.buffers()):
                 self._keep(tensor)
-        for value in list(attributes.values()):
+        for value in attributes.values():
             self._keep(value)
             if type(value) in _CONTAINERS:
                 self._keep_container(value)
@@ -116,12 +117,6 @@ class _State:
 def _is(value: Any, kind: type) -> bool:
     """Return True if the value's own type is this one; `isinstance` would ask the value, which may be a proxy."""
     return issubclass(type(value), kind)
-
-
-def _put_back_module(module: nn.Module, kind: type, saved: dict[str, Any]) -> None:
-    if type(module) is not kind:  # a lazy module becomes another one
-        object.__setattr__(module, "__class__", kind)
-    _put_back(vars(module), saved)
 
 
 def _put_back(container: Any, saved: Any) -> None:
@@ -171,11 +166,8 @@ class _Memory:
             storage_of(tensor): torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
             for tensor in tensors
         }
+        self.nbytes = sum(flat.numel() for flat in self._flat.values())
         self._copies: dict[int, torch.Tensor] = {}
-
-    @property
-    def nbytes(self) -> int:
-        return sum(flat.numel() for flat in self._flat.values())
 
     def is_unwritten(self, tensor: torch.Tensor) -> bool:
         """Return True if the tensor's memory is that of the model, and would have been copied before a write to it."""

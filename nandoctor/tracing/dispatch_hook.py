@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from nandoctor.autocast.literals import FP64_FOR_ALL
 from nandoctor.evidence.trace import SourceLine
 from nandoctor.ops import unread_inputs
 from nandoctor.process_wide import PerThread, Shared, held, patched
@@ -28,9 +27,9 @@ from nandoctor.torch_compat import (
     OBSERVER_KEY,
     call_below_observer,
     is_wrapped,
+    kernel_library,
     list_ops,
     observed,
-    observer_kernel,
     registered,
     schema_of,
     script_line,
@@ -68,21 +67,17 @@ def signature_of(op: OpOverload) -> Signature:
     schema = schema_of(op)
     name = schema.name.partition("::")[2].removesuffix("_nd")
     defaults = (argument.default_value for argument in schema.arguments if argument.name == "eps")
+    marked = (it.name for it in schema.arguments if it.alias_info is not None and it.alias_info.is_write)
+    statistics = (it.name for it in schema.arguments if it.name.startswith("running_"))  # of a batch norm, not marked
     return Signature(
         name=name if name.startswith("_") else name.rstrip("_"),
         arguments=tuple(argument.name for argument in schema.arguments),
         written=frozenset(argument.name for argument in schema.arguments if argument.is_out),
-        changed=frozenset(argument.name for argument in schema.arguments if _is_changed(argument)),
+        changed=frozenset((*marked, *statistics)),
         eps=next((float(default) for default in defaults if default is not None), None),
         is_mutable=schema.is_mutable,
         is_random=torch.Tag.nondeterministic_seeded in op.tags,
     )
-
-
-def _is_changed(argument: torch.Argument) -> bool:
-    """Return True for an argument that an op writes to; a batch norm's schema does not mark its statistics."""
-    alias = argument.alias_info
-    return (alias is not None and alias.is_write) or argument.name.startswith("running_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,14 +136,6 @@ class Invocation:
         """Run the op and return its output."""
         return self.op(*self.args, **self.kwargs)
 
-    def kept(self) -> Invocation:
-        """Return the call with its arguments as they are now: tensors are copied if the op writes to one of them."""
-        return self.mapped(_copy) if self.signature.is_mutable else self
-
-    def widened(self) -> Invocation:
-        """Return the same call in float64, or complex128: tensors and dtype arguments both."""
-        return self.mapped(_widen)
-
     def with_argument(self, name: str, value: Any) -> Invocation:
         """Return the same call with another value for one argument, named as in the schema or as in `tensors`."""
         listed, _, index = name.partition("[")
@@ -185,16 +172,6 @@ def _is_number(tensor: torch.Tensor) -> bool:
     """Return True if float() can read the tensor: 0-dim, on the CPU, not complex and not batched by `torch.vmap`."""
     is_one = tensor.dim() == 0 and tensor.device.type == "cpu"
     return is_one and not tensor.is_complex() and not is_wrapped(tensor)
-
-
-def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
-def _widen(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().to(FP64_FOR_ALL.get(value.dtype, value.dtype))
-    return FP64_FOR_ALL.get(value, value) if isinstance(value, torch.dtype) else value
 
 
 Proceed = Callable[[Invocation], Any]
@@ -245,7 +222,8 @@ def _observe(keys: Any, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
 @contextmanager
 def _observer() -> Iterator[None]:
     patches = [(HIGHER_ORDER_KEYS, without_observer), (MAKE_SUBCLASS, _unseen)]
-    with observer_kernel(_observe), patched(patches):
+    with kernel_library("_") as library, patched(patches):
+        library.fallback(_observe, OBSERVER_KEY, with_keyset=True)  # type: ignore[no-untyped-call]
         yield
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
+from nandoctor.autocast.literals import FP64_FOR_ALL
 from nandoctor.evidence.formats import FP64
 from nandoctor.evidence.trace import OpAnalysis, Operand
 from nandoctor.ops import POINTWISE, PRODUCTS, num_terms
@@ -95,13 +97,19 @@ def recompute(call: Invocation, place: int, *, like: torch.Tensor) -> torch.Tens
     """Return the op's output at `place` in float64 from the same inputs, or None if that fails (no float64 kernel)."""
     try:
         with torch.no_grad(), without_autocast():
-            output = call.widened().run()
+            output = call.mapped(_widen).run()
     except (RuntimeError, NotImplementedError, TypeError, AssertionError):  # AssertionError: from a tensor class
         return None
     leaves = tree_tensors(output)
     values = numbers_in(leaves[place]) if place < len(leaves) else None
     with plain_torch():
         return None if values is None or values.shape != like.shape else values.double()
+
+
+def _widen(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(FP64_FOR_ALL.get(value.dtype, value.dtype))
+    return FP64_FOR_ALL.get(value, value) if isinstance(value, torch.dtype) else value
 
 
 def _find_worst(nonfinite: torch.Tensor, exact: torch.Tensor | None) -> tuple[tuple[int, ...], float | None]:

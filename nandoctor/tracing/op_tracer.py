@@ -155,7 +155,7 @@ class OpTracer:
     def _observe(self, call: Invocation, proceed: Proceed) -> Any:
         """Run one op and record it, unless it has no floating-point output or one that is still to be filled."""
         inputs = self._identify_all(call)
-        before = call.kept()
+        before = call.mapped(_copy) if call.signature.is_mutable else call
         rng_state = torch.get_rng_state() if call.signature.is_random else None
         try:
             output = proceed(call)
@@ -283,6 +283,10 @@ class OpTracer:
         node = running_node()
         order = None if node is None else bisect_right(self._num_nodes, node)
         return order if order is not None and order < len(self._recordings) else None
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _makes_nonfinite(inputs: list[_Input], outputs: list[Reading | None]) -> bool:
