@@ -34,10 +34,10 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_004, "tests": 32_421, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_978, "tests": 32_421, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
-    FILES: 2_987,
+    FILES: 2_979,
     "autocast": 830,
     "capture": 2_607,
     "causes": 2_670,
@@ -45,13 +45,13 @@ MAX_LINES_OF_ROOMS = {
     "cli": 889,
     "diagnosis": 2_090,
     "dumps": 3_195,
-    "engine": 3_118,
+    "engine": 3_110,
     "evidence": 1_705,
     "fixes": 3_795,
     "fleet": 746,
     "repro_scripts": 658,
     "step": 3_111,
-    "tracing": 1_774,
+    "tracing": 1_764,
     "views": 2_692,
 }
 """What each room may have: never more than it had, or than it is drawn with where it is new. These only go down."""
