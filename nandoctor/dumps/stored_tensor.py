@@ -33,7 +33,7 @@ _NUMPY_CODES = {
     **{"bfloat16": "u2", "float8_e5m2": "u1"},
     **{"complex32": "u4", "float8_e4m3fn": "u1", "float8_e4m3fnuz": "u1", "float8_e5m2fnuz": "u1"},
 }
-_ONLY_TORCH = frozenset({"complex32", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2fnuz"})
+_ONLY_TORCH = {f"torch.{name}" for name in ("complex32", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2fnuz")}
 _NUM_SPARSE_PARTS = {"torch.sparse_coo": 2, **{f"torch.sparse_{kind}": 3 for kind in ("csr", "csc", "bsr", "bsc")}}
 _CHUNK = 1 << 18
 _GENERATOR_NBYTES, _MERSENNE_N = 5056, 624
@@ -159,7 +159,7 @@ class StoredTensor:
     @property
     def needs_torch(self) -> bool:
         """True if only torch knows what the bits stand for."""
-        return dtype_name(self.dtype) in _ONLY_TORCH
+        return self.dtype.name in _ONLY_TORCH
 
     def numel(self) -> int:
         """Return the number of elements."""
@@ -239,7 +239,7 @@ def is_dense(value: object) -> TypeGuard[torch.Tensor]:
 
 def is_bytes(value: object) -> TypeGuard[StoredTensor]:
     """Return True for a stored tensor of bytes, as the states of random generators are."""
-    return isinstance(value, StoredTensor) and dtype_name(value.dtype) == "uint8"
+    return isinstance(value, StoredTensor) and value.dtype.name == "torch.uint8"
 
 
 def why_unread(tensor: Any) -> str:
@@ -290,7 +290,7 @@ def rebuild_v3(storage: Any, offset: Any, size: Any, stride: Any, *others: Any) 
     dtype = others[2]
     if not isinstance(dtype, TorchName):  # the text of a container may be endless
         raise TypeError("no dtype")
-    return _place(dtype_name(dtype), storage, (offset, size, stride), others[3:])
+    return _place(dtype.name.removeprefix("torch."), storage, (offset, size, stride), others[3:])
 
 
 def _place(dtype: str, storage: Any, place: tuple[Any, Any, Any], metadata: tuple[Any, ...]) -> object:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from nandoctor.dumps.stored_tensor import StoredSparse
-from nandoctor.text import dtype_name
 from nandoctor.torch_compat import sparse_values
 
 
@@ -23,7 +22,7 @@ def to_torch(stored: Any) -> torch.Tensor:
         return stored.detach()
     if isinstance(stored, StoredSparse):
         return _to_sparse(stored)
-    raw, dtype = stored.raw, getattr(torch, dtype_name(stored.dtype))
+    raw, dtype = stored.raw, getattr(torch, stored.dtype.name.removeprefix("torch."))
     if raw.ctypes.data % raw.itemsize:  # torch's kernels need an element at a multiple of its size
         raw = raw.copy(order="K")
     if raw.dtype.kind == "c":

@@ -47,7 +47,7 @@ _HOLDS_NOTHING = frozenset({int, float, str, bool, type(None), FunctionType})
 
 def is_large(model: nn.Module) -> bool:
     """Return True if the model has so many weights on the CPU that saving memory is worth the time."""
-    return memory_of(tensor for tensor in model.parameters() if tensor.device.type == "cpu") >= LARGE_NBYTES
+    return memory_of([tensor for tensor in model.parameters() if tensor.device.type == "cpu"]) >= LARGE_NBYTES
 
 
 class EndedEarly(BaseException):

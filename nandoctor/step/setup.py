@@ -160,7 +160,8 @@ def _import_code(dump: Dump, source: ModelSource | None, settings: Settings, dev
         )
         updater = find_optimizer(dump.recorded.updater, dump, (source, settings.loss), settings.directory)
     check_method(model, dump, settings)
-    built = nonfinite_in(model, unfilled.holds if unfilled else lambda _: False) if registered else {}
+    left_out = [unfilled.holds] if unfilled else []
+    built = nonfinite_in(model, *left_out) if registered else {}
     told = (*notes, *loss_notes)
     return _Code(model=model, call=call, loss=loss, nonfinite=built, source=source, notes=told, updater=updater)
 
