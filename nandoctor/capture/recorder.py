@@ -30,7 +30,7 @@ from nandoctor.capture.step_tracker import StepTracker
 from nandoctor.capture.updates import UNDO_NBYTES
 from nandoctor.dumps.packing import pack
 from nandoctor.dumps.stored_tensor import is_dense
-from nandoctor.errors import NanDoctorError, NonFiniteTrainingError
+from nandoctor.errors import NanDoctorError
 from nandoctor.source_files import is_interactive
 from nandoctor.torch_compat import unwrap
 
@@ -168,8 +168,6 @@ class Recorder:
         self.begin(batch)
         try:
             yield self
-        except NonFiniteTrainingError:
-            raise
         except BaseException as error:
             self._on_exception(error)
             raise

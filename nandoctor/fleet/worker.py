@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nandoctor.errors import DumpError, NanDoctorError
-from nandoctor.evidence.triage import CodePlace, DumpFinding, DumpResult
+from nandoctor.evidence.triage import CodePlace, DumpFinding, DumpResult, FileOutcome
 from nandoctor.hidden_warnings import warnings_hidden
 from nandoctor.machine import is_out_of_memory
 from nandoctor.source_files import hash_of
@@ -139,15 +139,11 @@ def _list_sources(found: Diagnosed) -> Iterator[tuple[str, str]]:
 
 
 def _describe_error(job: Job, error: BaseException) -> DumpResult:
-    outcome: Any = "unreadable" if isinstance(error, DumpError) else "failed"
+    outcome: FileOutcome = "unreadable" if isinstance(error, DumpError) else "failed"
+    told = str(error) if isinstance(error, NanDoctorError) else ""
+    text = told or f"{type(error).__name__}: {error}"
     if is_out_of_memory(error):
-        outcome = "out-of-memory"
-    if isinstance(error, NanDoctorError):
-        text = f"{error.message} {error.remedy}"
-    elif is_out_of_memory(error):
-        text = "There was not enough memory to replay it."
-    else:
-        text = f"{type(error).__name__}: {error}"
+        outcome, text = "out-of-memory", told or "There was not enough memory to replay it."
     return DumpResult(path=job.shown, key=job.key, outcome=outcome, reason=brief(" ".join(text.split()), _MAX_REASON))
 
 
