@@ -34,12 +34,12 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_978, "tests": 32_421, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_972, "tests": 32_421, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_979,
     "autocast": 830,
-    "capture": 2_607,
+    "capture": 2_605,
     "causes": 2_670,
     "changes": 3_137,
     "cli": 889,
@@ -48,7 +48,7 @@ MAX_LINES_OF_ROOMS = {
     "engine": 3_110,
     "evidence": 1_705,
     "fixes": 3_795,
-    "fleet": 746,
+    "fleet": 742,
     "repro_scripts": 658,
     "step": 3_112,
     "tracing": 1_764,
