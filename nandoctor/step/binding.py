@@ -40,12 +40,15 @@ _BATCH_NAMES = frozenset({"batch", "batch_dict", "input_dict", "inputs_dict", "d
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """The parameters of a function: the named ones in order, the names of *args and **kwargs, those used as dicts."""
+    """The parameters of a function: the named ones in order, the names of *args and **kwargs.
+
+    `mappings` are those that are used as dicts, each with the keys that are read of it.
+    """
 
     named: tuple[inspect.Parameter, ...]
     variadic: str | None = None
     keywords: str | None = None
-    mappings: frozenset[str] = frozenset()
+    mappings: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def required(self, bound: Bound) -> list[inspect.Parameter]:
         """Return the parameters without a default that lack a value."""
@@ -151,8 +154,14 @@ def in_order(signature: Signature, offer: Offer, bound: Bound) -> Bound:
 
 
 def as_a_dict(signature: Signature, offer: Offer, bound: Bound) -> Bound:
-    """Bind everything to a parameter that is used as a dict, if it is the only one."""
-    return {name: EVERYTHING for name in everything(signature, offer, bound) if name in signature.mappings}
+    """Bind everything to a parameter that is used as a dict, if it is the only one; or the dict whose keys it reads."""
+    tops = {name.partition(".")[0] for name in offer.values}
+    found: dict[str, Source] = {}
+    for name in everything(signature, offer, bound).keys() & signature.mappings:
+        keys = signature.mappings[name]
+        inner = [it for it, held in offer.containers.items() if is_plain_dict(held) and keys <= {*map(str, held)}]
+        found[name] = inner[0] if len(inner) == 1 and not keys <= tops else EVERYTHING
+    return found
 
 
 def everything(signature: Signature, _: Offer, bound: Bound) -> Bound:
@@ -188,31 +197,34 @@ def read_signature(function: Callable[..., Any]) -> Signature:
     )
 
 
-def _find_mappings(function: Callable[..., Any], named: Sequence[inspect.Parameter]) -> frozenset[str]:
+def _find_mappings(function: Callable[..., Any], named: Sequence[inspect.Parameter]) -> dict[str, frozenset[str]]:
     """Return the parameters that a function uses as dicts, judged by their annotations, the code and their names."""
-    likely = _BATCH_NAMES
+    keys: dict[str, set[str]] = {name: set() for name in _BATCH_NAMES}
     with suppress(OSError, TypeError, SyntaxError):
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-        likely = likely.union(filter(None, map(_used_as_mapping, ast.walk(tree))))
+        for name, key in filter(None, map(_used_as_mapping, ast.walk(tree))):
+            keys.setdefault(name, set()).update([key] if key else ())
     texts = {p.name: "" if p.annotation is p.empty else str(p.annotation) for p in named}
-    return frozenset(
-        name
+    return {
+        name: frozenset(keys.get(name, ()))
         for name, annotation in texts.items()
-        if _MAPPING_ANNOTATION.search(annotation) or ("Tensor" not in annotation and name in likely)
-    )
+        if _MAPPING_ANNOTATION.search(annotation) or ("Tensor" not in annotation and name in keys)
+    }
 
 
-def _used_as_mapping(node: ast.AST) -> str | None:
-    """Return the name that the node uses as a mapping: with a string key, a dict method or `**`; None otherwise."""
+def _used_as_mapping(node: ast.AST) -> tuple[str, str] | None:
+    """Return the name that the node uses as a mapping, and the string key that it reads, else "": a method or `**`."""
     match node:
+        case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=str() as key), ctx=ast.Load()):
+            return name, key
         case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=str())):
-            return name
+            return name, ""
         case ast.Attribute(value=ast.Name(id=name), attr=method) if method in _MAPPING_METHODS:
-            return name
+            return name, ""
         case ast.keyword(arg=None, value=ast.Name(id=name)):
-            return name
+            return name, ""
         case ast.Compare(left=ast.Constant(value=str()), ops=[ast.In() | ast.NotIn()], comparators=[ast.Name(id=name)]):
-            return name
+            return name, ""
     return None
 
 

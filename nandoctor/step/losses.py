@@ -68,15 +68,23 @@ def _find_ways(loss: Callable[..., Any], output: Any, batch: Any, used: Collecti
     if signature.named and not others and not is_open:
         return [partial(loss, output), whole]
     if isinstance(batch, Mapping):
-        takes_dict = any(p.name in signature.mappings for p in others)
-        given = _bind_parts(signature, output, batch, () if takes_dict else used) or {}
+        keys = [signature.mappings[p.name] for p in others if p.name in signature.mappings]
+        whole = partial(loss, output, _part_with(keys[0], batch)) if keys else whole
+        given = _bind_parts(signature, output, batch, () if keys else used) or {}
         if len(given) <= is_open:  # *args may be meant for the batch
             return [whole]
         parts = partial(loss, **given)
-        return [whole, parts] if takes_dict else [parts, whole]
+        return [whole, parts] if keys else [parts, whole]
     taken = sum(p.default is p.empty for p in others)  # targets come last
     fits = isinstance(batch, list | tuple) and 0 < taken < len(batch)
     return [whole, partial(loss, output, *batch[-taken:])] if fits else [whole]
+
+
+def _part_with(keys: Collection[str], batch: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """Return the batch; if it lacks `keys`, the dict in it that has them, or all of these in one."""
+    inner = [part for part in batch.values() if isinstance(part, Mapping)]
+    joined = {key: value for part in (*inner, batch) for key, value in part.items()}
+    return next((part for part in (batch, *inner, joined) if part.keys() >= set(keys)), batch)
 
 
 def _bind_parts(
@@ -87,7 +95,8 @@ def _bind_parts(
     An array that the model did not use may be its target, whatever its name.
     """
     values = {str(name): part for name, part in batch.items()}
-    arrays = [name for name, part in values.items() if isinstance(part, torch.Tensor)]
+    of_output = signature.named[0].name if signature.named else ""
+    arrays = [name for name, part in values.items() if isinstance(part, torch.Tensor) and name != of_output]
     others, offer = replace(signature, named=signature.named[1:]), Offer(values=values, arrays=arrays)
     bound = bind(others, offer, LOSS)
     required = others.required({})
