@@ -20,7 +20,7 @@ _REFLECTED = frozenset({"reciprocal", "rsub"})
 """The ops that `1 / x` and `1 - x` call: their first argument is the right operand."""
 _COMMUTES = frozenset({"add", "mul"})
 """Ops that `2 * x` calls with the right operand first, too."""
-_SECOND = frozenset({"other", "exponent", "tensor2", "mat2", "vec2"})
+_SECOND = frozenset({"other", "exponent", "target", "tensor2", "mat2", "vec2"})
 _FIRST = frozenset({"self", "input", "tensors"})
 _PLACES = {**dict.fromkeys(_FIRST, 0), **dict.fromkeys(_SECOND, 1), "attn_mask": 3, "dim": 1, "index": 2, "value": 2}
 """The position of an argument in a call, by its name in the op's schema."""

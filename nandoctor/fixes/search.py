@@ -192,9 +192,9 @@ class _Search:
             return
         self._attempt(propose(self._findings, self._trials), self._tried)
         self._untried.remove(_CHANGES)
-        helped = any(fix.verified or fix.workaround is not None for fix in self._tried)
-        if self._findings.verdict == "numerics" and not helped:
+        if self._findings.verdict == "numerics" and not self._helped:
             self._try_later_origins()
+        if self._findings.verdict == "numerics" and not self._helped:
             affected = self._guilty or self._findings.trace.rows_hit
             self._attempt(without_guilty(affected, self._step.call.batch_size), self._tried)
 
@@ -310,6 +310,10 @@ class _Search:
                 "The unchanged step gave another output in the search than before it: it keeps state outside of its "
                 "modules (in a file's globals, a cache or an object), which runs do not put back. The fixes may fail."
             )
+
+    @property
+    def _helped(self) -> bool:
+        return any(fix.verified or fix.workaround is not None for fix in self._tried)
 
     @property
     def _succeeded(self) -> bool:

@@ -171,6 +171,13 @@ def test_a_parameter_that_is_used_as_a_dict_takes_everything(forward):
     assert [binding.arrays for binding in others] == [("image",)]
 
 
+def test_a_dict_in_the_file_that_has_the_keys_is_the_batch():
+    offer = offer_of("inputs.image inputs.mask targets.label", inputs={"image": 0, "mask": 0}, targets={"label": 0})
+    assert find_bindings(model_of(dict_by_subscript), offer)[0].description == "model(x=inputs)"
+    flat = offer_of("image other.image other.mask", other={"image": 0, "mask": 0})
+    assert find_bindings(model_of(dict_by_subscript), flat)[0].takes_all
+
+
 def prediction_annotation(self, x: PredictionInputs):  # noqa: F821 - only its text is read
     return x
 

@@ -124,6 +124,23 @@ def test_the_only_array_that_the_model_leaves_is_the_target():
     assert bind_loss(nn.MSELoss(), dump, dict, used={"image"})(OUTPUT, arrays) == 8.5
 
 
+def of_two_parts(made, batch):
+    return made.sum() + 10 * batch["price"] + 100 * batch["weight"]
+
+
+def test_a_loss_gets_the_dicts_whose_keys_it_reads():
+    dump = Dump(path=Path("dump.pth"), nbytes=1, layout="plain", state={}, arrays={})
+    price, weight = torch.tensor(3.0), torch.tensor(5.0)
+    for batch in ({"price": price, "weight": weight}, {"x": {"weight": weight}, "y": {"price": price}}):
+        assert bind_loss(of_two_parts, dump, dict)(torch.tensor([1.0, 1.0]), batch) == 532
+
+
+def test_the_saved_output_is_not_its_own_target():
+    arrays = {"image": torch.ones(1, 3), "input": torch.ones(1, 2), "price": torch.tensor([[1.0, 4.0]])}
+    dump = Dump(path=Path("dump.pth"), nbytes=1, layout="plain", state={}, arrays={})
+    assert bind_loss(nn.MSELoss(), dump, dict, used={"image"})(OUTPUT, arrays) == 8.5
+
+
 def test_a_parameter_called_batch_is_the_saved_batch():
     assert compute(of_batch, batch={"label": torch.tensor([0])}) == [EXPECTED, EXPECTED]
 

@@ -202,6 +202,18 @@ class Sizes(nn.Module):
         return (x * self.factor).exp()
 
 
+# --- one of several arguments has an infinite gradient at 0
+
+
+def to_a_share(output, batch):
+    share = output.float().square() * (batch["x"] > 0)
+    return F.kl_div(batch["x"].log_softmax(-1), share, reduction="batchmean")
+
+
+lifted(
+    "share", "numerics <loss> kl_div gradient-singularity", IN_FP32, "verified clamp", lambda h, x: h, loss=to_a_share
+)
+
 # --- no limit: the formula is infinite, or depends on the side; a scale of weights that are 0 needs a floor itself
 
 lifted("decibels", "numerics . log log-of-zero", ZEROS, "none", lambda h, x: h + 20 * torch.log(x))
