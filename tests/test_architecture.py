@@ -34,23 +34,23 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_972, "tests": 32_421, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_002, "tests": 32_457, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_979,
     "autocast": 830,
     "capture": 2_605,
-    "causes": 2_670,
+    "causes": 2_675,
     "changes": 3_137,
     "cli": 889,
     "diagnosis": 2_090,
     "dumps": 3_194,
     "engine": 3_110,
     "evidence": 1_705,
-    "fixes": 3_795,
+    "fixes": 3_799,
     "fleet": 742,
     "repro_scripts": 658,
-    "step": 3_112,
+    "step": 3_133,
     "tracing": 1_764,
     "views": 2_692,
 }
