@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -95,8 +95,7 @@ def _modules_kept(kept: Mapping[str, bool], model: nn.Module, device: torch.devi
         yield
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _OpenCall:
+class _OpenCall(NamedTuple):
     """An open module call: the region made for it, empty if none is needed, and autocast's state without that region.
 
     `depth` is how many regions were open when its forward began: if there are more, the model opened one itself.

@@ -225,10 +225,9 @@ class _RecordedRun:
 
     def __init__(self, step: FailingStep, watch: Watch, *, grad: bool) -> None:
         known = [*known_tensors(step.model, step.call.batch)] if watch.ops else []
-        watches_backward = watch.backward and watch.ops
         self._step, self._watch, self._grad = step, watch, grad
         self._edits = flatten(step.changes)
-        self._function_ops = OpTracer(known=known, phase="backward") if watches_backward else None
+        self._function_ops = OpTracer(known=known, phase="backward") if watch.ops and watch.backward else None
         self._backward = GradientTracer(self._function_ops) if self._function_ops else None
         self._ops = OpTracer(known=known, gradients=self._backward, on_op=watch.on_op) if watch.ops else None
         self.modules = Tracer(step.model, statistics=watch.statistics, on_call=step.progress.on_call, ops=self._ops)

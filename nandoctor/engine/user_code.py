@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from nandoctor.autocast.policy import EXACT, REFERENCE, Policy
+from nandoctor.autocast.policy import Policy
 from nandoctor.engine.module_state import run_backward
 from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.trace import Trace
@@ -145,7 +145,7 @@ def raise_explained(error: Exception, policy: Policy, call: str) -> NoReturn:
             remedy="A number in that line does not fit the format that its tensor has there: take it from "
             "torch.finfo(x.dtype), or compute the line in fp32.",
         ) from error
-    compared = policy in (REFERENCE, EXACT)
+    compared = bool(policy.wider)
     raise ModelError(
         f"{raised} (in {policy.format}, which nandoctor compares with)" if compared else raised,
         remedy=("Where that line asks for half precision, let it take fp32 too. Else check" if compared else "Check")
