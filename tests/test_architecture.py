@@ -34,7 +34,7 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_002, "tests": 32_457, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_000, "tests": 32_457, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_979,
@@ -45,7 +45,7 @@ MAX_LINES_OF_ROOMS = {
     "cli": 889,
     "diagnosis": 2_090,
     "dumps": 3_194,
-    "engine": 3_110,
+    "engine": 3_108,
     "evidence": 1_705,
     "fixes": 3_799,
     "fleet": 742,
