@@ -16,6 +16,7 @@ _ELEMENTWISE = CASTS | {"clone", "contiguous", "mul", "div"}
 _SUMS = frozenset({"sum", "mean", "cumsum"})
 _SCATTERS = {"index_add": ("index_reduce", "index_select"), "scatter_add": ("scatter_reduce", "gather")}
 """Sums into groups, with what takes the maximum of each group, and what gives it back to its members."""
+_LARGEST_EPS = 1e-5
 _ADDS = _SUMS | {"add", "sub"} | _SCATTERS.keys()
 
 
@@ -30,6 +31,8 @@ def subtract_largest(expression: Expression, ops: Sequence[OpCall]) -> None:
     degrees = [_degrees(op, ops) for op in powers]
     if not degrees or None in degrees:
         raise CannotWriteError
+    orders = {order for known in degrees for order in known or ()}
+    has_eps = any(op.order in orders and op.op == "add" and dict(op.scalars).get("other") for op in ops)
     sums = [made for op, known in zip(powers, degrees, strict=True) for made in _sums_of(op, ops, known or ())]
     dims = {_dims_of(op) for op in sums}
     along = f"{dims.pop()}, keepdim=True" if len(dims) == 1 and "" not in dims else ""
@@ -37,6 +40,8 @@ def subtract_largest(expression: Expression, ops: Sequence[OpCall]) -> None:
     first, again, before = expression.editor.named(exponent, expression.editor.code(exponent), "logits")
     scatter = next((op for op in sums if op.op in _SCATTERS), None)
     largest = f"{again}.amax({along})" if scatter is None else _largest_of_groups(expression, scatter, again)
+    # Beside an eps, small powers stay as they are: with nothing but -inf, or nothing near 0, the shares are 0.
+    largest = f"{largest}.clamp(min=0)" if has_eps else largest
     expression.editor.replace(exponent, f"{first} - {largest}.detach()", before)
 
 
@@ -82,13 +87,17 @@ def _degrees(power: OpCall, ops: Sequence[OpCall]) -> Mapping[int | None, int] |
 
 
 def _degree_of(op: OpCall, taken: dict[str, int]) -> int | None:
-    """Return how often a result has the factor that inputs have so often, by their names; None if it mixes them."""
+    """Return how often a result has the factor that inputs have so often, by their names; None if it mixes them.
+
+    An eps that is added to a sum with a term of 1 or more is nothing.
+    """
     if op.op == "div":
         return sum(-degree if name == "other" else degree for name, degree in taken.items())
     if op.op == "mul" or (op.op in PRODUCTS and all(is_factor(op.op, tensor.name) for tensor in op.inputs)):
         return sum(taken.values())
     others = (tensor.stats.absmax for tensor in op.inputs if tensor.stats is not None and tensor.name not in taken)
-    is_alike = len(set(taken.values())) == 1 and not any(others) and "other" not in dict(op.scalars)
+    is_eps = 0 <= dict(op.scalars).get("other", 0.0) <= _LARGEST_EPS
+    is_alike = len(set(taken.values())) == 1 and not any(others) and is_eps
     return next(iter(taken.values())) if is_alike and op.op in MOVES | CASTS | _ADDS else None
 
 

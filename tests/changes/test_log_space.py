@@ -1,6 +1,7 @@
 """Stable forms of logarithms, quotients, shares and variances: what is written, and what may mean another thing."""
 
 import ast
+import dataclasses
 import math
 from pathlib import Path
 
@@ -45,6 +46,10 @@ WRITTEN = {
     "shares of a masked sum": (
         "w = x.exp() * (x > 0)\nreturn w / (w.sum(-1, keepdim=True))", "exp",
         ["w = (x - x.amax(-1, keepdim=True).detach()).exp() * (x > 0)"],
+    ),
+    "shares with an eps": (
+        "w = x.exp()\nreturn w / (w.sum(1, keepdim=True) + 1e-8)", "exp",
+        ["w = (x - x.amax(1, keepdim=True).clamp(min=0).detach()).exp()"],
     ),
     "running shares": (
         "w = x.exp()\nreturn (w * x).cumsum(1) / w.cumsum(1)", "exp",
@@ -182,7 +187,6 @@ LEFT = {
     "a comprehension has names of its own": (
         "p = torch.exp(x)\nreturn torch.stack([torch.log(p.sum(-1)) for p in (p, p + 0)]).sum(0)", "log",
     ),
-    "an eps makes zeros of a row of -inf": ("w = x.exp()\nreturn w / (w.sum(-1, keepdim=True) + 1e-8)", "exp"),
     "the 1 would have to be scaled as well": ("w = x.exp()\nreturn w / (1 + w.sum(-1, keepdim=True))", "exp"),
     "squares": ("w = x.exp()\nreturn w * w / w.sum(-1, keepdim=True)", "exp"),
     "no sum along a dimension": ("w = x.exp()\nreturn w.log() + 0 * w.sum(-1, keepdim=True)", "exp"),
@@ -281,3 +285,11 @@ def test_what_a_name_stands_for(name, line, value):
     read = max((node for node in names if node.lineno == line), key=tree.span)
     found = Definitions(Editor(tree, Path("net.py"), None), function).value_of(read)
     assert (None if found is None else tree.code(found)) == value
+
+
+def test_an_eps_still_makes_zeros_of_a_row_of_minus_infinities(tmp_path):
+    step, written = write("w = x.exp()\nreturn w / (w.sum(-1, keepdim=True) + 1e-8)", "exp", tmp_path)
+    for values in (torch.full((2, 4), -torch.inf), torch.full((2, 4), -30.0), torch.full((2, 4), 5.0)):
+        call = dataclasses.replace(step.call, batch={"x": values})
+        there = dataclasses.replace(step, call=call)
+        torch.testing.assert_close(there.run(changes=(written.change,)).output, there.run().output)
