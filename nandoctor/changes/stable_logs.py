@@ -368,14 +368,16 @@ class LogSpace:
         return _Log(text=f"torch.log({self._leaf(side).text})") if is_positive or is_mask else None
 
     def _added(self, node: ast.BinOp) -> _Log | None:
-        """Return the logarithm of a sum of two: 1 and an exponential, or two exponentials."""
-        for number, other in ((node.left, node.right), (node.right, node.left)):
-            if number_in(number) is not None:
+        """Return the logarithm of a sum of two: a number and an exponential, or two exponentials."""
+        for side, other in ((node.left, node.right), (node.right, node.left)):
+            if (number := number_in(side)) is not None:
                 name, expression = self._named_op(self._definitions.resolved(other))
-                if name == "erf" and number_in(number) == 1:
+                if name == "erf" and number == 1:
                     return self._of_normal(expression, 1)
-                log = self._log_of(other)
-                return self._softplus_of(log) if log is not None and number_in(number) == 1 else None
+                log = self._term_of(other) if number > 0 else None
+                if log is None or number == 1:
+                    return log and self._softplus_of(log)
+                return _Log(text=f"torch.logaddexp({log.wide}, torch.tensor({math.log(number):.8g}))")
         logs = self._logs_of_sides(node)
         return None if logs is None else _Log(text=f"torch.logaddexp({logs[0].wide}, {logs[1].wide})")
 

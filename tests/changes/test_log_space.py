@@ -119,6 +119,10 @@ WRITTEN = {
         "p = torch.exp(x if self.training else x * 2)\nreturn torch.log(p * torch.exp(x)).sum(-1)", "log",
         ["return ((x if self.training else x * 2) + x).sum(-1)"],
     ),
+    "a sum with an eps": (
+        "return torch.log(x.exp().sum(-1) + 1e-6)", "log",
+        ["return torch.logaddexp(torch.logsumexp(x, -1), torch.tensor(-13.815511))"],
+    ),
     "a mean": (
         "return torch.log(x.exp().mean(-1))", "log",
         ["return torch.logsumexp(x, -1) - torch.log(torch.ones_like(x).sum(-1))"],
