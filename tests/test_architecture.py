@@ -34,14 +34,14 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_000, "tests": 32_457, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_011, "tests": 32_473, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_979,
     "autocast": 830,
     "capture": 2_605,
     "causes": 2_675,
-    "changes": 3_137,
+    "changes": 3_148,
     "cli": 889,
     "diagnosis": 2_090,
     "dumps": 3_194,
