@@ -124,18 +124,20 @@ class Meaning:
         found = self._trials.exact() if self._trials.numerics else self._trials.reference()
         return found if found.ran and found.gradients and found.gradients_finite and not found.has_nan else None
 
-    @cached_property
-    def is_direction_noise(self) -> bool:
-        """True if rounding decides where the gradients point, as those of min(x, y) for a box that is found exactly.
+    def is_direction_noise(self, name: str) -> bool:
+        """Return True if rounding decides where a gradient points, as that of min(x, y) for a box found exactly.
 
-        The gradients of float64, or of a batch within the rounding, then point elsewhere.
+        The gradient in float64, or of a batch within the rounding, then points elsewhere.
         """
         meant, trials = self.directed, self._trials
         if meant is None or not trials.numerics:
             return reversed_gradient(trials.reference(), trials.exact()) is not None
-        near = (self._run_beside(direction, _ROUNDING) for direction in self._sides())
-        errors = (largest_error(run, meant) for run in near if run.gradients_finite)
-        return any(error is not None and error[1] > LOST for error in errors)
+        near = [run for run in self._nearby if run.gradients_finite and name in run.gradients]
+        return any(gradient_error(_alone(run, name), _alone(meant, name)) > LOST for run in near)
+
+    @cached_property
+    def _nearby(self) -> list[Result]:
+        return [self._run_beside(direction, _ROUNDING) for direction in self._sides()]
 
     @cached_property
     def limit(self) -> Result | None:

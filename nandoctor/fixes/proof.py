@@ -6,7 +6,7 @@ batch alone, so it is not tried on variations.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -214,24 +214,22 @@ def _judge_direction(proof: Proof) -> Said | None:
     meaning = proof.verifier.meaning
     if meaning.directed is None or selects((proof.change,)):
         return None
-    said = _judge_each_gradient(proof, meaning.directed)
-    return None if said is None or meaning.is_direction_noise else said
+    for name, how in _list_misdirected(proof, meaning.directed):
+        if not meaning.is_direction_noise(name):
+            return Said("failed", f"that of `{name}` {how}", replaces=f"the gradient of `{name}` then {how}")
+    return None
 
 
-def _judge_each_gradient(proof: Proof, meant: Result) -> Said | None:
+def _list_misdirected(proof: Proof, meant: Result) -> Iterator[tuple[str, str]]:
+    """Yield the parameter whose gradient is turned round, and the one whose gradient is lost, and how that is told."""
+    where = "float64" if proof.trials.numerics else "fp32"
     name = reversed_gradient(proof.made, meant)
     if name is not None:
-        where = "float64" if proof.trials.numerics else "fp32"
-        sentence = f"the gradient of `{name}` then points the other way than the formula's in {where}"
-        return Said("failed", f"that of `{name}` points the other way than in {where}", replaces=sentence)
-    if not (proof.trials.numerics and meant.finite):
-        return None
-    found = largest_error(proof.trials.reference(proof.change), meant)
-    if found is None or found[1] <= LOST:
-        return None
-    name, off = found[0], percent(found[1])
-    sentence = f"the gradient of `{name}` is then {off} off the formula's in float64"
-    return Said("failed", f"that of `{name}` is {off} off float64", replaces=sentence)
+        yield name, f"points the other way than the formula's in {where}"
+    is_compared = proof.trials.numerics and meant.finite
+    found = largest_error(proof.trials.reference(proof.change), meant) if is_compared else None
+    if found is not None and found[1] > LOST:
+        yield found[0], f"is {percent(found[1])} off the formula's in {where}"
 
 
 def _judge_limit(proof: Proof) -> Said | None:
