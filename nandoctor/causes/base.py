@@ -24,6 +24,7 @@ from nandoctor.ops import (
     FILLS,
     GRADIENT_SUM,
     MOVES,
+    POINTWISE,
     PRODUCTS,
     SINGULAR_INPUTS,
     UNFILLED,
@@ -68,14 +69,19 @@ class _AnalysedOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding(_AnalysedOp):
-    """An op of the forward pass or the loss that made non-finite values.
+    """An op of the forward pass or the loss that made non-finite values."""
 
-    `reference_op` is the same op of the fp32 run, or None if that run took another path. `had_inf_input` is True if the
-    op's inputs were infinite already.
-    """
+    @property
+    def reference_op(self) -> OpCall | None:
+        """The same op of the fp32 run, or None if that run took another path."""
+        return self.references.get(self.op.key)
 
-    reference_op: OpCall | None
-    had_inf_input: bool
+    @property
+    def had_inf_input(self) -> bool:
+        """True if the op got infinities, unless its non-finite values came from finite elements beside them."""
+        operands = self.op.analysis.operands if self.op.analysis is not None and self.op.op in POINTWISE else ()
+        of_finite = bool(operands) and all(taken.at_worst is not None for taken in operands)
+        return bool(self.op.nonfinite_inputs) and not of_finite
 
     @property
     def format(self) -> FloatFormat:
@@ -133,8 +139,8 @@ class GradientFinding(_AnalysedOp):
 
     forward: OpCall | None
     reference_is_finite: bool
-    fixed_by_scale: bool
-    loss_scale: float
+    fixed_by_scale: bool = False
+    loss_scale: float = 1.0
     discarded_by: OpCall | None = None
 
 

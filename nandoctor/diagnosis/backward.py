@@ -13,12 +13,13 @@ from nandoctor.diagnosis.conclusion import (
     Suspect,
     absurd_weights,
     broken_weights,
+    diagnose_op,
     origin_at,
     origin_taken,
     suspect,
 )
 from nandoctor.diagnosis.origin import find_at, trace_back
-from nandoctor.diagnosis.removals import find_removal, selects
+from nandoctor.diagnosis.removals import by_forward, find_removal
 from nandoctor.evidence.formats import FP32, FloatFormat
 from nandoctor.evidence.report import Cause, Diagnosis
 from nandoctor.evidence.trace import NonfiniteCounts, OpCall, Trace
@@ -48,10 +49,9 @@ def _conclude_run(
     healthy = {op.key for op in reference.backward if op.outputs_finite}
     sick = {op.key for op in reference.backward if not op.outputs_finite}
     made = [op for op in trace.backward if op.analysis is not None]
-    of_forward: dict[int | None, list[OpCall]] = {}
-    for op in trace.backward:
-        of_forward.setdefault(op.forward, []).append(op)
+    of_forward = by_forward(trace.backward)
     for op in [op for op in made if not _is_removed(op, ops, of_forward)] or made:
+        removal, selects = find_removal(op, trace.ops, of_forward)
         finding = GradientFinding(
             op=op,
             forward=None if op.forward is None else ops[op.forward],
@@ -62,10 +62,8 @@ def _conclude_run(
             ops=ops,
             low=low,
             references=references,
+            discarded_by=removal if selects else None,
         )
-        removal = find_removal(op, trace.ops, of_forward)
-        if removal is not None and selects(of_forward.get(removal.order, ())):
-            finding = replace(finding, discarded_by=removal)
         diagnosis, blamed = _diagnose(finding, trace, reference, is_absorbed=removal is not None)
         origin = diagnosis.origin  # several backward ops may meet what one forward op made
         found.setdefault((origin.place, origin.op, origin.nth, origin.source), (diagnosis, blamed))
@@ -104,34 +102,30 @@ def _diagnose(
     """Diagnose an op inside a custom backward, else an Inf that the forward hid, else the forward op itself."""
     op, forward = finding.op, finding.forward
     if op.op == GRADIENT_SUM:  # the forward op's derivative is not to blame
-        cause = find_cause("backward", replace(finding, forward=None))
-        diagnosis = Diagnosis(origin=origin_at(op, finding.analysis, trace), cause=cause)
-        return diagnosis, None if forward is None else suspect(forward, finding, cause)
+        return diagnose_op(finding, find_cause("backward", replace(finding, forward=None)), trace)
     inside = _find_inside(op, trace, reference, finding.low) if forward is None else None
     if inside is not None:
         kept = _find_kept(inside, trace, reference, finding.low)
         cause = find_cause("forward", kept or inside)
         if kept is not None and cause is not None:
-            told = f"{cause.explanation} The backward of {op.op}, for which the forward kept that Inf, makes it NaN."
-            headline = cause.headline and f"{cause.headline}; the backward of {op.op} turns that Inf into NaN"
-            cause = replace(cause, headline=headline, explanation=told)
-            return Diagnosis(origin=origin_at(kept.op, kept.analysis, trace), cause=cause), suspect(
-                kept.op, kept, cause
-            )
-        origin = replace(origin_at(inside.op, inside.analysis, trace), function=op.op)
-        return Diagnosis(origin=origin, cause=cause), suspect(inside.op, inside, cause)
+            told = f"The backward of {op.op}, for which the forward kept that Inf, makes it NaN."
+            return diagnose_op(kept, _followed(cause, f"the backward of {op.op} turns that Inf into NaN", told), trace)
+        origin = replace(origin_at(inside, trace), function=op.op)
+        return Diagnosis(origin=origin, cause=cause), suspect(inside, cause)
     by_arithmetic = is_absorbed and finding.discarded_by is None
     hidden, broken = _hidden_origin(forward, trace, reference, finding.low, with_own=by_arithmetic)
     if broken is not None:
         return broken, None
     if hidden is not None and (explained := _explain_hidden(finding, hidden)) is not None:
-        origin = origin_at(hidden.op, hidden.analysis, trace)
-        discarded = explained.code == _DISCARDED
-        blamed = replace(finding, forward=hidden.op) if discarded else hidden
-        return Diagnosis(origin=origin, cause=explained), suspect(hidden.op, blamed, explained)
-    cause = find_cause("backward", finding)
-    diagnosis = Diagnosis(origin=origin_at(op, finding.analysis, trace), cause=cause)
-    return diagnosis, suspect(forward, finding, cause) if forward is not None else None
+        blamed = replace(finding, forward=hidden.op) if explained.code == _DISCARDED else hidden
+        return Diagnosis(origin=origin_at(hidden, trace), cause=explained), suspect(blamed, explained)
+    return diagnose_op(finding, find_cause("backward", finding), trace)
+
+
+def _followed(cause: Cause, headline: str, explanation: str) -> Cause:
+    """Return the cause with what the backward pass made of its value, in headline and explanation."""
+    told = cause.headline and f"{cause.headline}; {headline}"
+    return replace(cause, headline=told, explanation=f"{cause.explanation} {explanation}")
 
 
 def _find_inside(node: OpCall, trace: Trace, reference: Trace, low: FloatFormat) -> Finding | None:
@@ -211,9 +205,8 @@ def _explain_hidden(finding: GradientFinding, hidden: Finding) -> Cause | None:
     if cause is None or (trap is not None and trap.code == _DISCARDED):
         return trap
     what = "NaN" if hidden.analysis.kinds == ("nan",) else "Inf"
-    told = f"{cause.explanation} A later op hides that {what}; the backward of {op.op} multiplies it by 0: NaN."
-    headline = cause.headline and f"{cause.headline}; the backward of {op.op} multiplies that {what} by 0, which is NaN"
-    return replace(cause, headline=headline, explanation=told)
+    told = f"A later op hides that {what}; the backward of {op.op} multiplies it by 0: NaN."
+    return _followed(cause, f"the backward of {op.op} multiplies that {what} by 0, which is NaN", told)
 
 
 def _first_taker(trace: Trace) -> tuple[Diagnosis, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nandoctor.causes.base import Candidate, Finding, GradientFinding, OutsideTensor, is_constant
+from nandoctor.causes.base import Candidate, Finding, GradientFinding, OutsideTensor, UpdateFinding, is_constant
 from nandoctor.causes.mask_constant_overflow import fitting_constants
 from nandoctor.causes.registry import find_cause, suggest_changes
 from nandoctor.changes.places import site_of
@@ -18,19 +18,18 @@ from nandoctor.diagnosis.origin import (
     OutsideKind,
     diagnose_optimizer,
     diagnose_outside,
-    diagnose_update,
     find_nonfinite_places,
     find_swallowed,
-    list_elements,
+    in_optimizer,
     nonfinite_elements,
     trace_back,
 )
-from nandoctor.diagnosis.removals import find_removal, selects
+from nandoctor.diagnosis.removals import by_forward, find_removal
 from nandoctor.evidence.dump_summary import OptimizerSlot, OptimizerUpdate
 from nandoctor.evidence.edits import OpSite
 from nandoctor.evidence.formats import FP32, FloatFormat
 from nandoctor.evidence.report import Cause, Diagnosis, Growth, Link, Origin
-from nandoctor.evidence.trace import OpAnalysis, OpCall, OpTensor, TensorStats, Trace, UpdateTrace
+from nandoctor.evidence.trace import OpCall, OpTensor, TensorStats, Trace, UpdateTrace
 from nandoctor.evidence.verdicts import Verdict
 from nandoctor.ops import CASTS, MOVES, PRODUCTS
 
@@ -73,13 +72,22 @@ class Conclusion:
         return replace(self, diagnoses=(*self.diagnoses, *others), suspects=(*self.suspects, *suspects))
 
 
-def suspect(op: OpCall, finding: Finding | GradientFinding, cause: Cause | None) -> Suspect:
-    """Return an op as a suspect, with the changes that `cause` suggests for the finding."""
-    return Suspect(site=site_of(op), suggestions=tuple(suggest_changes(cause, finding)))
+def suspect(finding: Finding | GradientFinding, cause: Cause | None) -> Suspect | None:
+    """Return the op that a finding blames, with the changes that `cause` suggests; None if only a backward is known."""
+    op = finding.op if isinstance(finding, Finding) else finding.forward
+    return None if op is None else Suspect(site=site_of(op), suggestions=tuple(suggest_changes(cause, finding)))
 
 
-def origin_at(op: OpCall, analysis: OpAnalysis, trace: Trace) -> Origin:
+def diagnose_op(
+    finding: Finding | GradientFinding, cause: Cause | None, trace: Trace
+) -> tuple[Diagnosis, Suspect | None]:
+    """Return the diagnosis of an op that made non-finite values, and the suspect if there is one."""
+    return Diagnosis(origin=origin_at(finding, trace), cause=cause), suspect(finding, cause)
+
+
+def origin_at(finding: Finding | GradientFinding, trace: Trace) -> Origin:
     """Return an origin at an op that made non-finite values; that of a derivative is the op that it belongs to."""
+    op, analysis = finding.op, finding.analysis
     is_backward = op.phase == "backward"
     made = next((stats for stats in op.outputs if not stats.finite), op.outputs[0])
     named = op if is_backward or op.forward is None else trace.ops[op.forward]
@@ -89,7 +97,7 @@ def origin_at(op: OpCall, analysis: OpAnalysis, trace: Trace) -> Origin:
         op=named.op,
         source=named.own_line,
         called_from=named.called_from,
-        elements=list_elements(analysis.counts, made, trace),
+        elements=nonfinite_elements(made, trace, analysis.counts),
         would_be=analysis.exact,
         inputs=tuple(tensor.stats for tensor in op.inputs if tensor.stats is not None),
         output=made,
@@ -163,18 +171,17 @@ class Findings:
 
 def conclude_update(findings: Findings, update: OptimizerUpdate, traced: UpdateTrace) -> Findings:
     """Diagnose a recorded update that left weights non-finite after a finite step, at the op of `traced` that did."""
+    trace, op = findings.trace, f"{update.optimizer}.step" if update.optimizer else "update"
     name = next((name for name in update.parameters if name in traced.spoiled), next(iter(update.parameters)))
-    made = _find_in_update(traced, name, findings.trace) if name in traced.spoiled else None
-    conclusion = Conclusion(diagnoses=(diagnose_update(update, name, findings.trace, made),))
-    return replace(findings, verdict="numerics", conclusion=conclusion)
-
-
-def _find_in_update(traced: UpdateTrace, name: str, trace: Trace) -> Diagnosis | None:
-    """Return what the ops of an update say of a weight that it left non-finite."""
-    reference = replace(trace, ops=())  # no other run has these ops
-    found = trace_back(traced.ops, reference, [traced.spoiled[name]], traced.low)
-    diagnoses = (it for _, it, _ in _from_sources(found, replace(trace, ops=traced.ops)))
-    return next(diagnoses, None)
+    origin = in_optimizer(op, name, update.parameters[name], trace)
+    made = None
+    if name in traced.spoiled:
+        reference = replace(trace, ops=())  # no other run has these ops
+        found = trace_back(traced.ops, reference, [traced.spoiled[name]], traced.low)
+        made = next((it for _, it, _ in _from_sources(found, replace(trace, ops=traced.ops))), None)
+    cause = find_cause("update", UpdateFinding(update=update, made=made.cause if made else None))
+    diagnosis = Diagnosis(origin=replace(made.origin, place=origin.place) if made else origin, cause=cause)
+    return replace(findings, verdict="numerics", conclusion=Conclusion(diagnoses=(diagnosis,)))
 
 
 def conclude_optimizer(findings: Findings) -> Findings:
@@ -309,11 +316,9 @@ def _conclude_swallowed(trace: Trace, reference: Trace, places: list[NonfinitePl
     findings = find_swallowed(trace, reference, low)
     causes = [(finding, cause) for finding in findings if (cause := find_cause("swallowed", finding))]
     return Conclusion(
-        diagnoses=tuple(
-            Diagnosis(origin=origin_at(finding.op, finding.analysis, trace), cause=cause) for finding, cause in causes
-        ),
+        diagnoses=tuple(Diagnosis(origin=origin_at(finding, trace), cause=cause) for finding, cause in causes),
         # Suggest the changes for the overflow itself, as if it had reached the output.
-        suspects=tuple(suspect(finding.op, finding, find_cause("forward", finding)) for finding, _ in causes),
+        suspects=tuple(filter(None, (suspect(finding, find_cause("forward", finding)) for finding, _ in causes))),
         first_nonfinite=places[0] if places else None,
     )
 
@@ -422,9 +427,7 @@ def _from_sources(found_trace: NonfiniteTrace, trace: Trace) -> Iterator[_Found]
         if not absurd:
             made = finding if finding.op.forward is None else _as_gradient(finding, trace)
             cause = find_cause("forward" if made is finding else "backward", made)
-            diagnosis = Diagnosis(origin=origin_at(finding.op, finding.analysis, trace), cause=cause)
-            changed = finding.op if finding.op.forward is None else trace.ops[finding.op.forward]
-            yield source.op.order, diagnosis, suspect(changed, made, cause)
+            yield source.op.order, *diagnose_op(made, cause, trace)
 
 
 def _at_function(source: Finding, trace: Trace) -> Finding:
@@ -432,16 +435,13 @@ def _at_function(source: Finding, trace: Trace) -> Finding:
     function = None if source.op.forward is None else trace.ops[source.op.forward]
     if function is None or function.outputs_finite or function.analysis is None or _selection_of(source.op, trace):
         return source
-    return replace(source, op=function, reference_op=source.references.get(function.key))
+    return replace(source, op=function)
 
 
 def _selection_of(op: OpCall, trace: Trace) -> OpCall | None:
     """Return the op that selects what the function of this derivative made away, or None."""
-    derivatives: dict[int | None, list[OpCall]] = {}
-    for other in trace.ops:
-        derivatives.setdefault(other.forward, []).append(other)
-    removal = find_removal(op, trace.ops, derivatives)
-    return removal if removal is not None and selects(derivatives[removal.order]) else None
+    removal, selects = find_removal(op, trace.ops, by_forward(trace.ops))
+    return removal if selects else None
 
 
 def _as_gradient(finding: Finding, trace: Trace) -> GradientFinding:
@@ -452,8 +452,6 @@ def _as_gradient(finding: Finding, trace: Trace) -> GradientFinding:
         forward=trace.ops[finding.op.forward],
         discarded_by=_selection_of(finding.op, trace),
         reference_is_finite=finding.reference_is_finite,
-        fixed_by_scale=False,
-        loss_scale=1.0,
         ops=finding.ops,
         low=finding.low,
         references=finding.references,

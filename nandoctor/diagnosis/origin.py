@@ -11,7 +11,6 @@ import numpy as np
 from nandoctor.causes.base import (
     Finding,
     OutsideTensor,
-    UpdateFinding,
     feeds_product,
     is_constant,
     is_log_of_mask,
@@ -23,11 +22,11 @@ from nandoctor.causes.registry import find_cause
 from nandoctor.changes.places import ancestors, singular_inputs
 from nandoctor.diagnosis.dimensions import name_dimensions, with_samples
 from nandoctor.diagnosis.run_summary import outputs_differ
-from nandoctor.evidence.dump_summary import OptimizerSlot, OptimizerUpdate
+from nandoctor.evidence.dump_summary import OptimizerSlot
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import Diagnosis, FirstNonfinite, NonfiniteElements, Origin
 from nandoctor.evidence.trace import LOSS, ModuleCall, NonfiniteCounts, OpCall, OpTensor, Place, TensorStats, Trace
-from nandoctor.ops import CASTS, MOVES, POINTWISE, SCALINGS
+from nandoctor.ops import CASTS, MOVES, SCALINGS
 
 Where = Literal["output", "between", "batch", "loss"]
 _PHASES: dict[str, Literal["loss", "input"]] = {"batch": "input", "loss": "loss"}
@@ -101,15 +100,16 @@ def _key(place: NonfinitePlace) -> _TensorKey:
     return (module, number, place.where, place.value.path)
 
 
-def nonfinite_elements(stats: TensorStats, trace: Trace | None) -> NonfiniteElements:
-    """Return a tensor's non-finite elements as far as they were counted; without a trace, no samples are named."""
-    if stats.counts is None:
+def nonfinite_elements(
+    stats: TensorStats, trace: Trace | None, counts: NonfiniteCounts | None = None
+) -> NonfiniteElements:
+    """Return a tensor's non-finite elements as far as they were counted, there or in `counts`.
+
+    Samples are named if it has a row for each sample of the trace.
+    """
+    counts = counts or stats.counts
+    if counts is None:
         return NonfiniteElements(kinds=(), num_bad=0, numel=stats.numel, first_index=None, samples=None)
-    return list_elements(stats.counts, stats, trace)
-
-
-def list_elements(counts: NonfiniteCounts, stats: TensorStats, trace: Trace | None) -> NonfiniteElements:
-    """Return the non-finite elements of a tensor, and in which of its rows they are if it has one for each sample."""
     has_rows = trace is not None and trace.num_samples is not None and stats.shape[:1] == (trace.num_samples,)
     samples = counts.samples if has_rows and counts.samples else None
     return NonfiniteElements(
@@ -230,15 +230,7 @@ def trace_back(ops: tuple[OpCall, ...], reference: Trace, symptoms: Sequence[int
 def find_at(made: Iterable[OpCall], ops: Sequence[OpCall], reference: Trace, low: FloatFormat) -> Iterator[Finding]:
     """Yield the findings that causes get for those of the `ops` that made non-finite values."""
     by_order, references = {op.order: op for op in ops}, {op.key: op for op in reference.ops}
-    for op in made:
-        yield Finding(
-            op=op,
-            reference_op=references.get(op.key),
-            had_inf_input=_is_of_infinities(op),
-            ops=by_order,
-            low=low,
-            references=references,
-        )
+    yield from (Finding(op=op, ops=by_order, low=low, references=references) for op in made)
 
 
 def find_swallowed(trace: Trace, reference: Trace, low: FloatFormat) -> tuple[Finding, ...]:
@@ -339,13 +331,6 @@ def _overflows(op: OpCall) -> bool:
     return op.analysis is not None and op.analysis.overflowed
 
 
-def _is_of_infinities(op: OpCall) -> bool:
-    """Return True if the op got infinities, unless its non-finite values came from finite elements beside them."""
-    operands = op.analysis.operands if op.analysis is not None and op.op in POINTWISE else ()
-    of_finite = bool(operands) and all(taken.at_worst is not None for taken in operands)
-    return bool(op.nonfinite_inputs) and not of_finite
-
-
 def _is_meant(source: Finding, ops: Sequence[OpCall], reference: Trace) -> bool:
     """Return True for infinities that the code wrote itself, or at most as many as a finite fp32 run has there."""
     kinds = source.op.analysis.kinds if source.op.analysis else ()
@@ -392,21 +377,11 @@ def diagnose_optimizer(slots: Sequence[OptimizerSlot], trace: Trace) -> Iterator
         cause, counts = find_cause("optimizer", slot), slot.moment.counts
         if cause is not None and counts is not None:
             num_bad = (counts.num_zero, slot.moment.numel)
-            origin = _in_optimizer("addcdiv", slot.parameter, num_bad, trace)
+            origin = in_optimizer("addcdiv", slot.parameter, num_bad, trace)
             yield Diagnosis(origin=replace(origin, inputs=(slot.moment,)), cause=cause)
 
 
-def diagnose_update(update: OptimizerUpdate, name: str, trace: Trace, made: Diagnosis | None) -> Diagnosis:
-    """Diagnose an update that made a weight non-finite from finite gradients; `made` is what its ops show of that."""
-    op = f"{update.optimizer}.step" if update.optimizer else "update"
-    origin = _in_optimizer(op, name, update.parameters[name], trace)
-    if made is None:
-        return Diagnosis(origin=origin, cause=find_cause("update", UpdateFinding(update=update)))
-    cause = find_cause("update", UpdateFinding(update=update, made=made.cause))
-    return Diagnosis(origin=replace(made.origin, place=origin.place), cause=cause)
-
-
-def _in_optimizer(op: str, parameter: str, counts: tuple[int, int], trace: Trace) -> Origin:
+def in_optimizer(op: str, parameter: str, counts: tuple[int, int], trace: Trace) -> Origin:
     """Return an origin at the optimizer's op; `counts` are a parameter's non-finite values and all its values."""
     num_bad, numel = counts
     return Origin(

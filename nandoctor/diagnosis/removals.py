@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 
 import numpy as np
@@ -19,15 +19,25 @@ BackwardOps = Mapping[int | None, Sequence[OpCall]]
 """The ops of the backward pass by the order of their forward op."""
 
 
-def find_removal(op: OpCall, ops: Sequence[OpCall], backward: BackwardOps) -> OpCall | None:
+def by_forward(backward: Iterable[OpCall]) -> BackwardOps:
+    """Return backward ops by the order of their forward op."""
+    found: dict[int | None, list[OpCall]] = {}
+    for op in backward:
+        found.setdefault(op.forward, []).append(op)
+    return found
+
+
+def find_removal(op: OpCall, ops: Sequence[OpCall], backward: BackwardOps) -> tuple[OpCall | None, bool]:
     """Return the op of the forward that removed the value where the backward `op` turns a zero gradient into NaN.
+
+    The second is True if it selects: it passes on each gradient that it gets as it is, or as 0.
 
     An Inf or NaN in the forward was removed by the first op that makes a finite result of it; a finite value by the
     first op whose gradient is 0 there although the one that it got is not. None if the gradient that comes back is not
     0, or becomes 0 in another way, such as the derivative of a square at 0.
     """
     if op.forward is None or not _meets_zero(op):
-        return None
+        return None, False
     forward, place = ops[op.forward], _find_place(op)
     is_hidden, carriers = not forward.outputs_finite, {forward.order}
     for later in ops[forward.order + 1 :]:
@@ -38,14 +48,14 @@ def find_removal(op: OpCall, ops: Sequence[OpCall], backward: BackwardOps) -> Op
         if not taken or (not has_own and (later.outputs_finite or not is_hidden)):
             continue
         if is_hidden and later.outputs_finite:
-            return later
+            return later, _selects(backward.get(later.order, ()))
         if not is_hidden and _zeroes(backward[later.order], place):
-            return later if selects(backward[later.order]) else None
+            return (later, True) if _selects(backward[later.order]) else (None, False)
         carriers.add(later.order)
-    return None
+    return None, False
 
 
-def selects(nodes: Sequence[OpCall]) -> bool:
+def _selects(nodes: Sequence[OpCall]) -> bool:
     """Return True if these backward ops of one op pass on each gradient that they get as it is, or as 0."""
     return any(
         _passes_on(node, given, made) for node in nodes for given, made in _pairs(node) if np.isfinite(made).all()

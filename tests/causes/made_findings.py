@@ -42,7 +42,7 @@ class Recipe:
             return OpTensor(name=name, stats=self.ops[taken].outputs[0], producer=taken, origin="op")
         return OpTensor(name=name, stats=stats(*taken), origin=source)
 
-    def finding(self, *, exact=None, reference_is_finite=True, had_inf_input=False, length=None, full_rows=None):
+    def finding(self, *, exact=None, reference_is_finite=True, length=None, full_rows=None):
         """The last op as a finding; `exact` is the finite value that float64 has at its worst element."""
         *_, last = self.ops.values()
         analysis = OpAnalysis(
@@ -55,7 +55,7 @@ class Recipe:
         )
         op = dataclasses.replace(last, analysis=analysis)
         reference_op = dataclasses.replace(last, outputs=(stats(1.0 if reference_is_finite else NAN),))
-        return Finding(op=op, reference_op=reference_op, had_inf_input=had_inf_input, ops=self.ops, low=FP16)
+        return Finding(op=op, ops=self.ops, low=FP16, references={op.key: reference_op})
 
 
 def _operand(tensor, dtype):
@@ -85,8 +85,6 @@ def gradient_finding(recipe, forward, *, incoming, outgoing, reference_is_finite
         op=op,
         forward=recipe.ops[forward],
         reference_is_finite=reference_is_finite,
-        fixed_by_scale=False,
-        loss_scale=1.0,
         ops=recipe.ops,
         low=FP16,
     )
