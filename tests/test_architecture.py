@@ -34,16 +34,16 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_011, "tests": 32_473, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_993, "tests": 32_471, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_979,
     "autocast": 830,
     "capture": 2_605,
-    "causes": 2_675,
+    "causes": 2_681,
     "changes": 3_148,
     "cli": 889,
-    "diagnosis": 2_090,
+    "diagnosis": 2_066,
     "dumps": 3_194,
     "engine": 3_108,
     "evidence": 1_705,
