@@ -11,12 +11,11 @@ from nandoctor.changes.clamp import ClampArgument
 from nandoctor.changes.guard import GuardArgument
 from nandoctor.changes.mask_first import TRIANGLES, MaskFirst
 from nandoctor.changes.places import ancestors, maker_of, singular_inputs, site_of
-from nandoctor.changes.signs import is_nonnegative
 from nandoctor.evidence.dump_summary import OptimizerUpdate
 from nandoctor.evidence.edits import Edit, OpSite
 from nandoctor.evidence.formats import FP32, FloatFormat
 from nandoctor.evidence.report import Account, Evidence
-from nandoctor.evidence.trace import OpAnalysis, OpCall, Operand, OpTensor, TensorStats
+from nandoctor.evidence.trace import OpAnalysis, OpCall, Operand, OpTensor, TensorStats, largest_of
 from nandoctor.ops import (
     CASTS,
     DIVISIONS,
@@ -290,12 +289,12 @@ def is_log_of_mask(op: OpCall, ops: Sequence[OpCall]) -> bool:
 
 def feeds_product(written: OpCall, ops: Iterable[OpCall]) -> bool:
     """Return True if the infinities of `written` reach a product along `ops`; those of a mask are gone by then."""
-    return any(op.op in PRODUCTS for op in _reached_ops(written, ops))
+    return any(op.op in PRODUCTS for op in reached_ops({written.order}, ops))
 
 
-def _reached_ops(made: OpCall, ops: Iterable[OpCall]) -> Iterator[OpCall]:
-    """Yield those of `ops`, in their order, that the non-finite values of `made` reach."""
-    carriers = {made.order}
+def reached_ops(made: Set[int], ops: Iterable[OpCall]) -> Iterator[OpCall]:
+    """Yield those of `ops`, in their order, that the non-finite values of the ops `made` reach."""
+    carriers = {*made}
     for op in ops:
         if any(tensor.producer in carriers for tensor in op.nonfinite_inputs):
             carriers.add(op.order)
@@ -305,10 +304,10 @@ def _reached_ops(made: OpCall, ops: Iterable[OpCall]) -> Iterator[OpCall]:
 def gradient_evidence(finding: GradientFinding) -> tuple[Evidence, ...]:
     """Return the size of the incoming gradient, or of the largest summand, and how much of the result is non-finite."""
     analysis = finding.analysis
-    taken = [tensor.stats.absmax for tensor in finding.op.inputs if tensor.stats is not None]
+    taken = [tensor.stats for tensor in finding.op.inputs if tensor.stats is not None]
     outgoing = nonfinite_part(analysis.kinds, analysis.num_bad, analysis.numel, "outgoing element")
     given = f"the largest of the {len(taken)} gradients" if finding.op.op == GRADIENT_SUM else "the incoming gradient"
-    largest = max((absmax for absmax in taken if absmax is not None), default=None)
+    largest = largest_of(taken)
     num_bad = Evidence("num_bad", analysis.num_bad, outgoing)
     if largest is None:
         return (num_bad,)
@@ -320,17 +319,12 @@ def clamp_candidate(op: OpCall, argument: str, bounds: Sequence[tuple[float | No
     return tuple(ClampArgument(site=site_of(op), argument=argument, low=low, high=high) for low, high in bounds)
 
 
-def divisor_candidate(op: OpCall, divisor: OpTensor, ops: Mapping[int, OpCall], smallest: Sequence[float]) -> Candidate:
-    """Return changes that keep the divisor each of these distances from zero, with its sign if it may be negative."""
-    of_root = op.op in DOMAINS and not is_whole_power(op)
-    signed = not (of_root or is_nonnegative(divisor, ops))
-    site = site_of(op)
-    return tuple(ClampArgument(site=site, argument=divisor.name, low=low, keeps_sign=signed) for low in smallest)
+def off_zero(op: OpCall, argument: str, smallest: Sequence[float] = OFF_ZERO, *, signed: bool) -> Candidate:
+    """Return changes that keep an argument of an op, "" for its result, each of these distances from zero.
 
-
-def result_candidate(op: OpCall, *, signed: bool) -> Candidate:
-    """Return changes that keep the result of an op each of the `OFF_ZERO` from zero, with its sign if `signed`."""
-    return tuple(ClampArgument(site=site_of(op), argument="", low=low, keeps_sign=signed) for low in OFF_ZERO)
+    It keeps its sign if `signed`.
+    """
+    return tuple(ClampArgument(site=site_of(op), argument=argument, low=low, keeps_sign=signed) for low in smallest)
 
 
 def is_whole_power(op: OpCall) -> bool:

@@ -21,19 +21,19 @@ from nandoctor.causes.base import (
     OFF_ZERO,
     Candidate,
     Finding,
-    divisor_candidate,
     find_zeros_behind,
     guard_candidate,
+    is_whole_power,
+    off_zero,
     outside_domain,
-    result_candidate,
 )
 from nandoctor.causes.log_space import stable_forms, stable_variances
 from nandoctor.causes.sentences import argument, subject
-from nandoctor.changes.clamp import ClampArgument
 from nandoctor.changes.places import singular_inputs
+from nandoctor.changes.signs import is_nonnegative
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import Operand, OpTensor
-from nandoctor.ops import CASTS, DIVISIONS, NORMALISATIONS
+from nandoctor.ops import CASTS, DIVISIONS, DOMAINS, NORMALISATIONS
 from nandoctor.text import are, code, number, plural
 
 TITLE = "A division by zero"
@@ -101,7 +101,9 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
     if denominator is not None:
         divisor = next(tensor for tensor in finding.op.inputs if tensor.name == denominator.name)
         counts = (1.0,) if _is_count(finding, divisor) else ()
-        clamps = divisor_candidate(finding.op, divisor, finding.ops, (*counts, *OFF_ZERO))
+        of_root = finding.op.op in DOMAINS and not is_whole_power(finding.op)
+        signed = not (of_root or is_nonnegative(divisor, finding.ops))
+        clamps = off_zero(finding.op, divisor.name, (*counts, *OFF_ZERO), signed=signed)
         guard = guard_candidate(finding.op)
         if finding.op.op == "pow" or not guard or "nan" not in finding.analysis.kinds:
             yield (*clamps[: len(counts)], *guard, *clamps[len(counts) :])  # a clamp would make up a large number
@@ -110,10 +112,9 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
         makers = [*finding.sources(divisor)]
         moved = {maker.order for maker in makers}
         takers = [op for op in finding.ops.values() if any(taken.producer in moved for taken in op.inputs)]
-        signed = any(isinstance(edit, ClampArgument) and edit.keeps_sign for edit in clamps)
         if len(takers) > len(makers):  # as a scale that is divided by, and multiplied with again
             # A cancelling numerator, as in (1 - exp(-k)) / k, needs a larger bound.
-            yield result_candidate(makers[-1], signed=signed)
+            yield off_zero(makers[-1], "", signed=signed)
 
 
 def _is_count(finding: Finding, tensor: OpTensor) -> bool:

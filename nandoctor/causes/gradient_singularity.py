@@ -22,17 +22,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nandoctor.causes.base import (
-    OFF_ZERO,
     Candidate,
     GradientFinding,
     gradient_evidence,
     guard_candidate,
+    off_zero,
     singular_edge,
 )
 from nandoctor.causes.invalid_domain import clamp_into_domain
 from nandoctor.causes.sentences import operand, subject, where_it_began
-from nandoctor.changes.clamp import ClampArgument
-from nandoctor.changes.places import singular_inputs, site_of
+from nandoctor.changes.places import singular_inputs
 from nandoctor.evidence.report import Account
 from nandoctor.evidence.trace import OpCall, OpTensor
 from nandoctor.ops import DOMAINS, Domain
@@ -104,7 +103,5 @@ def suggest(finding: GradientFinding) -> Iterator[Candidate]:
     taken = forward.inputs[:1] if len(forward.inputs) == 1 else [it for it in forward.inputs if _has_zeros(it)]
     names = ["other"] if forward.op in _OF_TWO else [it.name for it in taken]
     yield (*clamp_into_domain(forward), *guards) or tuple(
-        ClampArgument(site=site_of(forward), argument=name, low=low, keeps_sign=True)
-        for name in names
-        for low in OFF_ZERO
+        edit for name in names for edit in off_zero(forward, name, signed=True)
     )

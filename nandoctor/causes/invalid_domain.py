@@ -22,11 +22,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from nandoctor.causes.base import Candidate, Finding, clamp_candidate, is_whole_power, outside_domain
+from nandoctor.causes.base import Candidate, Finding, clamp_candidate, is_whole_power, off_zero, outside_domain
 from nandoctor.causes.log_space import stable_variances
 from nandoctor.causes.sentences import argument, operand, subject
-from nandoctor.changes.clamp import ClampArgument
-from nandoctor.changes.places import site_of
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import OpCall
 from nandoctor.ops import CASTS, DOMAINS, FILLS, MOVES, NEGATIVE_LOGARITHMS, PRODUCTS, REDUCTIONS
@@ -110,8 +108,7 @@ def clamp_into_domain(op: OpCall) -> Candidate:
     if domain is None:
         return ()
     if is_whole_power(op):
-        site = site_of(op)
-        return tuple(ClampArgument(site=site, argument="self", low=low, keeps_sign=True) for low in _MARGINS)
+        return off_zero(op, "self", _MARGINS, signed=True)
     is_smooth = op.op == "pow" and dict(op.scalars).get("exponent", 0.0) >= 1
     nearest = _MARGINS if domain.low == 0 else _MARGINS[1:]  # next to any other edge fp32 loses 1e-12
     margins = (0.0, *nearest) if is_smooth else nearest

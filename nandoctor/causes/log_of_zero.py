@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from nandoctor.causes.base import Candidate, Finding, OutsideTensor, outside_domain, result_candidate, writes_infinity
+from nandoctor.causes.base import Candidate, Finding, OutsideTensor, off_zero, outside_domain, writes_infinity
 from nandoctor.causes.invalid_domain import clamp_into_domain
 from nandoctor.causes.log_space import STABLE_FORM, stable_forms
 from nandoctor.causes.sentences import operand, subject
@@ -44,7 +44,6 @@ _INVERTIBLE = Evidence(
     "invertible",
     "keep the matrix invertible: by its triangular factors, or with a multiple of the identity",
 )
-_WRITTEN = "The code writes -inf here, the logarithm of a probability of 0, and the loss is computed from it."
 
 
 def diagnose(finding: Finding | OutsideTensor) -> Account | None:
@@ -69,7 +68,8 @@ def _explain_hidden(finding: Finding, why: str) -> Account:
 
 
 def _explain_written(num_infinite: int) -> Account:
-    return _explain(num_infinite, "The loss is computed from a -Inf that the code writes: the logarithm of 0", _WRITTEN)
+    told = "The code writes -inf here, the logarithm of a probability of 0, and the loss is computed from it."
+    return _explain(num_infinite, "The loss is computed from a -Inf that the code writes: the logarithm of 0", told)
 
 
 def _explain(num_infinite: int, headline: str, explanation: str) -> Account:
@@ -146,4 +146,4 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
     domain = DOMAINS.get(finding.op.op)
     argument = finding.op.find_input(domain.argument) if domain is not None else None
     if finding.op.inside is not None and argument is not None:  # no text of ours has the op, but one may make the zero
-        yield from (result_candidate(maker, signed=False) for maker in [*finding.sources(argument)][-1:])
+        yield from (off_zero(maker, "", signed=False) for maker in [*finding.sources(argument)][-1:])

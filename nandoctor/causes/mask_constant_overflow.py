@@ -25,6 +25,7 @@ from nandoctor.causes.base import Candidate, Finding, OutsideTensor, clamp_candi
 from nandoctor.causes.sentences import subject
 from nandoctor.changes.constant import SetArgument
 from nandoctor.changes.places import site_of
+from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import OpCall, OpTensor, TensorStats
 from nandoctor.ops import CASTS, CHECKED_FILLS, FILLS, MINIMA, SCALINGS, SUMS
@@ -46,13 +47,21 @@ def diagnose(finding: Finding | OutsideTensor) -> Account | None:
     masking = min(_constants(finding), default=None)
     if masking is None or (finding.format.holds(masking) and not finding.overflowed):
         return None
-    low, limit = finding.format, number(-finding.format.max)
+    low, limit, written = finding.format, number(-finding.format.max), [value for _, value in finding.op.scalars]
+    headline = _becomes_infinite(masking, low)
     consequence = f"gives -inf in {low}, whose limit is {limit}; a fully masked row has no finite value left"
-    if _is_refused(finding):
+    if low.holds(masking):
+        passed = f"goes below {limit}, the lowest number of {low}"
+        headline = f"{subject(finding.op)} {passed}: its mask value is {constant(masking)}"
+    elif finding.op.op in CHECKED_FILLS and any(-math.inf < value < -low.max for value in written):
+        # A number in the code is refused; a tensor would be rounded.
+        headline = (
+            f"The mask value {constant(masking)} does not fit {low}, which stops at {limit}: {finding.op.op} raises"
+        )
         error = f"{finding.op.op} raises an error rather than write -inf"
         consequence = f"is below {limit}, the lowest number of {low}, and {error}"
     return Account(
-        headline=_headline(finding, masking),
+        headline=headline,
         explanation=f"The mask's constant {constant(masking)} {consequence}.",
         evidence=(
             Evidence("constant", masking, f"the mask's constant is {constant(masking)}"),
@@ -64,28 +73,15 @@ def diagnose(finding: Finding | OutsideTensor) -> Account | None:
 def _explain_constant(masking: float, stats: TensorStats) -> Account:
     low, limit = stats.dtype, number(-stats.dtype.max)
     return Account(
-        headline=f"The mask value {constant(masking)} becomes -Inf in {low}, which stops at {limit}",
+        headline=_becomes_infinite(masking, low),
         explanation=f"The mask's constant {constant(masking)} is put into a tensor of {low}, whose limit is {limit}: "
         "there it is -inf, so a fully masked row has no finite value left, and 0 times it is NaN.",
         evidence=(Evidence("constant", masking, f"the mask's constant is {constant(masking)}"),),
     )
 
 
-def _is_refused(finding: Finding) -> bool:
-    """Return True if torch raises instead of rounding, as it does for a number in the code but not for a tensor."""
-    return finding.op.op in CHECKED_FILLS and any(
-        -math.inf < value < -finding.format.max for _, value in finding.op.scalars
-    )
-
-
-def _headline(finding: Finding, masking: float) -> str:
-    low, limit = finding.format, number(-finding.format.max)
-    if low.holds(masking):
-        passed = f"goes below {limit}, the lowest number of {low}"
-        return f"{subject(finding.op)} {passed}: its mask value is {constant(masking)}"
-    if _is_refused(finding):
-        return f"The mask value {constant(masking)} does not fit {low}, which stops at {limit}: {finding.op.op} raises"
-    return f"The mask value {constant(masking)} becomes -Inf in {low}, which stops at {limit}"
+def _becomes_infinite(masking: float, low: FloatFormat) -> str:
+    return f"The mask value {constant(masking)} becomes -Inf in {low}, which stops at {number(-low.max)}"
 
 
 def _constants(finding: Finding) -> list[float]:
@@ -94,19 +90,15 @@ def _constants(finding: Finding) -> list[float]:
     masks = [item for item in finding.analysis.operands if item.shape and item.min is not None and item.min >= 0]
     if finding.op.op in SCALINGS and not any((mask.max or 0.0) <= 1 for mask in masks):
         return []
-    return written + [
-        tensor.stats.min
-        for tensor in finding.op.inputs
-        if tensor.stats is not None and tensor.stats.min is not None and _is_mask(tensor)
-    ]
+    return [*written, *filter(None, map(_constant_of, finding.op.inputs))]
 
 
-def _is_mask(tensor: OpTensor) -> bool:
-    """Return True for a tensor of one large negative number and zeros: all its non-zero magnitudes are equal."""
+def _constant_of(tensor: OpTensor) -> float | None:
+    """Return the large negative number of a tensor that holds only it and zeros, all its non-zero magnitudes equal."""
     stats = tensor.stats
-    assert stats is not None
-    same = stats.p05 == stats.absmax and stats.median == stats.absmax
-    return stats.min is not None and stats.min <= _VERY_NEGATIVE and (stats.max or 0.0) <= 0 and same
+    if stats is None or stats.min is None or stats.min > _VERY_NEGATIVE or (stats.max or 0.0) > 0:
+        return None
+    return stats.min if stats.p05 == stats.median == stats.absmax else None
 
 
 def constant_in_fp32(tensor: OpTensor, reference: OpCall | None) -> float | None:
@@ -133,5 +125,5 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
             candidate = (None, _VERY_NEGATIVE) if finding.op.op in FILLS else (_VERY_NEGATIVE,)
             yield tuple(SetArgument(site=site, argument=name, was=value, value=strength) for strength in candidate)
     for tensor in finding.op.inputs:
-        if tensor.stats is not None and _is_mask(tensor):
+        if _constant_of(tensor) is not None:
             yield clamp_candidate(finding.op, tensor.name, [(_VERY_NEGATIVE, None)])

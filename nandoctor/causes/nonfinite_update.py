@@ -31,11 +31,9 @@ TITLE = "An update makes weights non-finite"
 PHASES = ("update",)
 
 
-def diagnose(finding: UpdateFinding) -> Account | None:
+def diagnose(finding: UpdateFinding) -> Account:
     """Explain an update that left weights non-finite although the gradients were finite."""
     update, made = finding.update, finding.made
-    if not update.parameters:
-        return None
     who = update.optimizer or "the training loop itself"
     first, more = next(iter(update.parameters)), len(update.parameters) - 1
     spoiled = f"{first} and {more} more" if more else first

@@ -151,13 +151,9 @@ def _find_kept(inside: Finding, trace: Trace, reference: Trace, low: FloatFormat
         return None
     taken = [tensor.stats for tensor in inside.op.nonfinite_inputs if tensor.stats is not None]
     kept = {_places(stats.numel, stats.counts) for stats in taken if stats.counts is not None}
-    references = {op.key: op for op in reference.ops}
-    for op in trace.ops:
-        same = references.get(op.key)
-        is_kept = op.analysis is not None and _places(op.analysis.numel, op.analysis.counts) in kept
-        if is_kept and op.analysis and op.analysis.overflowed and same is not None and same.outputs_finite:
-            return next(find_at([op], trace.ops, reference, low))
-    return None
+    overflows = (op for op in trace.ops if op.analysis is not None and op.analysis.overflowed)
+    found = (it for it in find_at(overflows, trace.ops, reference, low) if it.reference_is_finite)
+    return next((it for it in found if _places(it.analysis.numel, it.analysis.counts) in kept), None)
 
 
 def _places(numel: int, counts: NonfiniteCounts) -> object:
@@ -185,15 +181,11 @@ def _hidden_origin(
     findings = [source for source in (*found.sources, *found.written) if source.op.analysis]
     overflowed = [finding for finding in findings if finding.overflowed or finding.op.op in _ALWAYS_OVERFLOW]
     own = [finding for finding in findings if with_own or finding.op != forward or finding.had_inf_input]
-    computed = [finding for finding in own if not _is_written(finding, trace)]
+    computed = [it for it in own if not (writes_infinity(it.op) or is_log_of_mask(it.op, trace.ops))]
     # Ops that only turned infinities into NaN come last.
     hidden = next(iter((*overflowed, *sorted(computed, key=lambda finding: finding.had_inf_input))), None)
     broken = [*broken_weights(found, trace), *(absurd_weights(hidden, trace) if hidden is not None else ())]
     return hidden, next(iter(broken), None)
-
-
-def _is_written(finding: Finding, trace: Trace) -> bool:
-    return writes_infinity(finding.op) or is_log_of_mask(finding.op, trace.ops)
 
 
 def _explain_hidden(finding: GradientFinding, hidden: Finding) -> Cause | None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from nandoctor.diagnosis.conclusion import Findings
 from nandoctor.evidence.report import Growth, Origin
-from nandoctor.evidence.trace import OpCall, OpTensor, Place, TensorStats, Trace
+from nandoctor.evidence.trace import OpCall, OpTensor, Place, Trace, largest_of
 from nandoctor.ops import CASTS, DIVISIONS, MOVES
 from nandoctor.text import code, number
 
@@ -16,43 +17,35 @@ _WORTH_TELLING = 4.0
 """Bits that a step must add to be named in a sentence."""
 
 
-def find_op(origin: Origin, trace: Trace) -> OpCall | None:
-    """Return the traced op at an origin, None if that is no op of the forward or the loss."""
-    key = (origin.place.module, origin.place.call, origin.op, origin.nth)
-    return next((op for op in trace.ops if op.key == key), None) if origin.phase in ("forward", "loss") else None
+def follow_growth(origin: Origin, trace: Trace) -> Iterator[Growth]:
+    """Yield the steps that made the origin's value so large, from there down to a weight or an array of the batch.
 
-
-def follow_growth(origin: Origin, trace: Trace) -> tuple[Growth, ...]:
-    """Return the steps that made the origin's value so large, from there down to a weight or an array of the batch.
-
-    Each follows the operand that gave most. Empty if nothing overflowed.
+    Each follows the operand that gave most. There are none if nothing overflowed in the forward or the loss.
     """
-    op = find_op(origin, trace)
-    if op is None or origin.would_be is None:
-        return ()
-    return tuple(_follow(op, abs(origin.would_be), trace.ops))
-
-
-def _follow(op: OpCall, made: float, ops: Sequence[OpCall]) -> Iterator[Growth]:
-    while True:
-        given = max(op.inputs, key=lambda taken: _bits_given(op, taken), default=None)
+    is_overflow = origin.phase in ("forward", "loss") and origin.would_be is not None
+    op, made = _find_op(origin, trace.ops) if is_overflow else None, abs(origin.would_be or 0.0)
+    while op is not None:
+        given = max(op.inputs, key=partial(_bits_given, op), default=None)
         taken = given.stats.absmax if given is not None and given.stats is not None else None
         if op.op not in MOVES | CASTS or taken is None:
-            yield Growth(
-                place=op.place,
-                op=op.op,
-                source=op.own_line,
-                absmax_in=taken,
-                absmax_out=made,
-                log2_gain=math.log2(made / taken) if made and taken else None,
-            )
+            yield _step(op, taken, made)
         if given is None or taken is None:
             return
         if given.producer is None:
             owner = Place(module=given.path, type="", call=0)
             yield Growth(place=owner, op=given.origin, source=None, absmax_in=None, absmax_out=taken, log2_gain=None)
             return
-        op, made = ops[given.producer], taken
+        op, made = trace.ops[given.producer], taken
+
+
+def _find_op(origin: Origin, ops: Iterable[OpCall]) -> OpCall | None:
+    key = (origin.place.module, origin.place.call, origin.op, origin.nth)
+    return next((op for op in ops if op.key == key), None)
+
+
+def _step(op: OpCall, taken: float | None, made: float | None) -> Growth:
+    gain = math.log2(made / taken) if made and taken and math.isfinite(made) else None
+    return Growth(place=op.place, op=op.op, source=op.own_line, absmax_in=taken, absmax_out=made, log2_gain=gain)
 
 
 def _bits_given(op: OpCall, tensor: OpTensor) -> float:
@@ -67,19 +60,13 @@ def _bits_given(op: OpCall, tensor: OpTensor) -> float:
 
 def follow_gradient(origin: Origin, trace: Trace) -> Iterator[Growth]:
     """Yield the steps that made the gradient at an origin so large, from there up to the loss."""
-    key = (origin.place.module, origin.place.call, origin.op, origin.nth)
-    op = next((op for op in trace.backward if op.key == key), None)
+    op = _find_op(origin, trace.backward)
     while op is not None:
-        taken, made = (_largest(stats) for stats in ([tensor.stats for tensor in op.inputs], op.outputs))
-        gain = math.log2(made / taken) if made and taken and math.isfinite(made) else None
-        yield Growth(place=op.place, op=op.op, source=op.own_line, absmax_in=taken, absmax_out=made, log2_gain=gain)
+        taken = [tensor.stats for tensor in op.inputs if tensor.stats is not None]
+        yield _step(op, largest_of(taken), largest_of(op.outputs))
         readers = {reader.order for reader in trace.ops if op.forward in {tensor.producer for tensor in reader.inputs}}
         before = [other for other in trace.backward[: op.order] if other.forward in readers]
-        op = max(before, key=lambda other: _largest(other.outputs) or 0.0, default=None)
-
-
-def _largest(tensors: Iterable[TensorStats | None]) -> float | None:
-    return max((stats.absmax for stats in tensors if stats is not None and stats.absmax is not None), default=None)
+        op = max(before, key=lambda other: largest_of(other.outputs) or 0.0, default=None)
 
 
 def describe_growth(growth: Sequence[Growth], *, of_gradient: bool) -> tuple[str, ...]:
@@ -103,6 +90,6 @@ def with_growth(findings: Findings) -> Findings:
     conclusion = findings.conclusion
     failing = findings.reference if conclusion.in_fp32 else findings.trace
     first = next(iter(conclusion.diagnoses), None)
-    growth = findings.growth or (follow_growth(first.origin, failing) if first is not None else ())
+    growth = findings.growth or tuple(follow_growth(first.origin, failing) if first is not None else ())
     told = describe_growth(growth, of_gradient=bool(findings.growth))
     return replace(findings, growth=growth, notes=(*findings.notes, *told))

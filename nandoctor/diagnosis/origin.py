@@ -14,6 +14,7 @@ from nandoctor.causes.base import (
     feeds_product,
     is_constant,
     is_log_of_mask,
+    reached_ops,
     singular_edge,
     writes_infinity,
 )
@@ -30,7 +31,6 @@ from nandoctor.ops import CASTS, MOVES, SCALINGS
 
 Where = Literal["output", "between", "batch", "loss"]
 _PHASES: dict[str, Literal["loss", "input"]] = {"batch": "input", "loss": "loss"}
-_TensorKey = tuple[str, int, str, str]
 _KEEP_ZERO, _DEPTH = MOVES | CASTS | SCALINGS | {"neg"}, 6
 
 
@@ -94,7 +94,8 @@ def _parents(trace: Trace) -> dict[tuple[str, int], ModuleCall | None]:
     return parents
 
 
-def _key(place: NonfinitePlace) -> _TensorKey:
+def _key(place: NonfinitePlace) -> object:
+    """Return the identity of the tensor within a run, the same in other runs."""
     call = place.seen_in or place.owner
     module, number = call.key if call else ("", -1)
     return (module, number, place.where, place.value.path)
@@ -319,11 +320,7 @@ def _is_created(source: Finding, ops: Sequence[OpCall], reference: Trace) -> boo
 def _without_followers(sources: list[Finding], sliced: Sequence[OpCall]) -> list[Finding]:
     """Return the sources without those that overflowed beside infinities that another of them had made."""
     spoilt = {source.op.order for source in sources if not source.had_inf_input}
-    follows = set()
-    for op in sliced:
-        if any(tensor.producer in spoilt for tensor in op.nonfinite_inputs):
-            follows.add(op.order)
-            spoilt.add(op.order)
+    follows = {op.order for op in reached_ops(spoilt, sliced)}
     return [source for source in sources if not source.had_inf_input or source.op.order not in follows]
 
 

@@ -11,17 +11,14 @@ import numpy as np
 
 from nandoctor.evidence.formats import EDGE, FP16, FloatFormat
 from nandoctor.evidence.report import LayerRow, Runs, RunSummary, SourceExcerpt
-from nandoctor.evidence.trace import ModuleCall, SourceLine, TensorStats, Trace
+from nandoctor.evidence.trace import ModuleCall, SourceLine, TensorStats, Trace, largest_of
 from nandoctor.source_files import parse
 from nandoctor.text import relative_path
 
 
 def summarize_runs(trace: Trace, reference: Trace, low: FloatFormat) -> Runs:
     """Return both runs, row by row."""
-    return Runs(
-        autocast=_summarize(trace, reference, low),
-        fp32=_summarize(reference, trace, low),
-    )
+    return Runs(autocast=_summarize(trace, reference, low), fp32=_summarize(reference, trace, low))
 
 
 def _summarize(trace: Trace, other: Trace, low: FloatFormat) -> RunSummary:
@@ -111,12 +108,8 @@ def outputs_differ(tensors: tuple[TensorStats, ...], references: tuple[TensorSta
     return error is not None and error > WRONG
 
 
-def _absmax(tensors: tuple[TensorStats, ...]) -> float | None:
-    return max((stats.absmax for stats in tensors if stats.absmax is not None), default=None)
-
-
 def _row(call: ModuleCall, other: ModuleCall | None, low: FloatFormat) -> LayerRow:
-    absmax = _absmax(call.outputs)
+    absmax = largest_of(call.outputs)
     return LayerRow(
         place=call.place,
         depth=call.depth,

@@ -13,7 +13,7 @@ from nandoctor.diagnosis.run_summary import outputs_differ, relative_error
 from nandoctor.evidence.dump_summary import ArraySummary, DumpSummary, SavedFlags
 from nandoctor.evidence.formats import FP8_E4M3, FP8_E5M2, FP32, FloatFormat
 from nandoctor.evidence.report import Diagnosis, Reproduction
-from nandoctor.evidence.trace import OpCall, SourceLine, TensorStats, Trace, describe_run
+from nandoctor.evidence.trace import OpCall, SourceLine, Trace, describe_run
 from nandoctor.evidence.verdicts import NOTHING_FOUND, Verdict
 from nandoctor.ops import BACKWARD_HOOK
 from nandoctor.text import file_line, join_first, nonfinite_part, part_of, percent, plural
@@ -282,7 +282,8 @@ def _headline_of_place(trace: Trace, first: Diagnosis | None, place: NonfinitePl
         return f"The forward is finite; the gradient of {where} is the first non-finite one {_under(trace)}"
     if place is None:
         return f"The output is non-finite {_under(trace)}, and no traced operation made it so"
-    what = describe_nonfinite(place.value)
+    found = nonfinite_elements(place.value, None)
+    what = nonfinite_part(found.kinds, found.num_bad, found.numel, "element")
     return f"{_describe_place(place)} is the first to go non-finite {_under(trace)}: {what}"
 
 
@@ -299,12 +300,6 @@ def _headline_of_healthy(trace: Trace) -> str:
 
 def _under(trace: Trace) -> str:
     return describe_run(trace.policy, trace.format)
-
-
-def describe_nonfinite(stats: TensorStats) -> str:
-    """Return the non-finite values: "NaN in 512 of 4096 elements"."""
-    found = nonfinite_elements(stats, None)
-    return nonfinite_part(found.kinds, found.num_bad, found.numel, "element")
 
 
 def _describe_place(nonfinite_place: NonfinitePlace) -> str:

@@ -9,7 +9,7 @@ from nandoctor.evidence.codec import INLINED
 from nandoctor.evidence.dump_summary import DumpSummary, Environment
 from nandoctor.evidence.edits import ChangedFile, Edit, FixCost
 from nandoctor.evidence.formats import FP32, Effect, FloatFormat
-from nandoctor.evidence.trace import Grid, Place, SourceLine, TensorStats
+from nandoctor.evidence.trace import Grid, Place, SourceLine, TensorStats, largest_of
 from nandoctor.evidence.verdicts import Verdict
 
 SCHEMA = "nandoctor.report/2"
@@ -203,7 +203,7 @@ class LayerRow:
     @property
     def absmax(self) -> float | None:
         """Largest finite magnitude over the outputs; None if there is none."""
-        return max((s.absmax for s in self.outputs if s.absmax is not None), default=None)
+        return largest_of(self.outputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

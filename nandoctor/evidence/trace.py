@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -138,6 +138,11 @@ class TensorStats:
     counts: NonfiniteCounts | None = None
     producer: int | None = None
     sample: NDArray[np.float32] | None = field(default=None, repr=False, compare=False)
+
+
+def largest_of(tensors: Iterable[TensorStats]) -> float | None:
+    """Return the largest finite magnitude in tensors, None if there is none."""
+    return max((stats.absmax for stats in tensors if stats.absmax is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
