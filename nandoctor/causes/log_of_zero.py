@@ -22,7 +22,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from nandoctor.causes.base import Candidate, Finding, OutsideTensor, off_zero, outside_domain, writes_infinity
+from nandoctor.causes.base import (
+    Candidate,
+    Finding,
+    OutsideTensor,
+    off_zero,
+    outside_domain,
+    singular_edge,
+    writes_infinity,
+)
 from nandoctor.causes.invalid_domain import clamp_into_domain
 from nandoctor.causes.log_space import STABLE_FORM, stable_forms
 from nandoctor.causes.sentences import operand, subject
@@ -81,14 +89,10 @@ def _diagnose_logarithm(finding: Finding) -> Account | None:
     op = finding.op.op
     if op not in LOGARITHMS or finding.overflowed or outside_domain(finding) is not None:
         return None
-    domain = DOMAINS[op]
+    domain, edge = DOMAINS[op], singular_edge(finding.op)
     argument = finding.operand(domain.argument)
-    if argument is None:
+    if argument is None or edge is None:
         return None
-    meets_low = argument.counts.num_zero > 0 if domain.low == 0 else argument.min == domain.low
-    if not meets_low and argument.max != domain.high:
-        return None
-    edge = domain.low if meets_low else domain.high
     zeros = argument.counts.num_zero
     text = f"the argument is exactly {constant(edge)}"
     if edge == 0:

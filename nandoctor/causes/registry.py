@@ -50,9 +50,8 @@ class CauseModule(Protocol):
     __name__: str
     __doc__: str | None
 
-    @property
-    def TITLE(self) -> str:  # noqa: N802
-        """A short phrase without a full stop."""
+    TITLE: str
+    """A short phrase without a full stop."""
 
     @property
     def PHASES(self) -> Sequence[str]:  # noqa: N802

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -239,24 +239,19 @@ def find_swallowed(trace: Trace, reference: Trace, low: FloatFormat) -> tuple[Fi
 
     A clamp or a saturating function that is meant to cut them gives the same in both runs, so they do not count.
     """
-    references = {op.key: op for op in reference.ops}
     made = (op for op in trace.ops if op.analysis and not op.nonfinite_inputs)
-    sources = find_at(made, trace.ops, reference, low)
-    return tuple(
-        source
-        for source in sources
-        if not _is_meant(source, trace.ops, reference) and _is_missed(source.op, trace.ops, references)
-    )
+    sources = (it for it in find_at(made, trace.ops, reference, low) if not _is_meant(it, trace.ops, reference))
+    return tuple(source for source in sources if _is_missed(source, trace.ops))
 
 
-def _is_missed(source: OpCall, ops: tuple[OpCall, ...], references: Mapping[tuple[str, int, str, int], OpCall]) -> bool:
+def _is_missed(source: Finding, ops: Sequence[OpCall]) -> bool:
     """Return True if an op downstream of `source` turned its infinities into finite values that differ from fp32's."""
-    carriers = {source.order}
+    carriers = {source.op.order}
     for op in ops:
         taken = [tensor.stats for tensor in op.nonfinite_inputs if tensor.producer in carriers]
         if not op.outputs_finite:
             carriers |= {op.order} if taken else set()
-        elif any(stats is not None and _swallows_wrongly(op, stats, references.get(op.key)) for stats in taken):
+        elif any(stats is not None and _swallows_wrongly(op, stats, source.references.get(op.key)) for stats in taken):
             return True
     return False
 

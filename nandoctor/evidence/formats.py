@@ -46,21 +46,13 @@ class FloatFormat:
         return 2.0 ** (self.min_exponent - self.fraction_bits)
 
     @property
-    def overflow_threshold(self) -> float:
-        """The tie between `max` and the next step, from which values overflow; 65520 for fp16."""
-        half_step = 2.0 ** (self.max_exponent - self.fraction_bits - 1)
-        return self.max + half_step
-
-    @property
     def flush_threshold(self) -> float:
         """Largest magnitude that rounds to zero: the tie, since zero is its even neighbour."""
         return self.smallest_subnormal / 2
 
     def holds(self, magnitude: float) -> bool:
         """Return True if a value of this magnitude stays finite when rounded to the format."""
-        # A tie rounds to even: up from a fraction of all ones, but down to e4m3fn's maximum, whose fraction ends in 0.
-        is_held_tie = abs(magnitude) == self.overflow_threshold and not self.has_inf
-        return abs(magnitude) < self.overflow_threshold or is_held_tie
+        return math.isfinite(self.round(magnitude))
 
     def headroom_bits(self, magnitude: float) -> float:
         """Return log2(max / magnitude), the doublings left before overflow; negative past it, inf for zero."""
@@ -72,11 +64,14 @@ class FloatFormat:
         """Round to nearest, ties to even, with subnormals; overflow gives inf, or nan if the format has no inf."""
         if math.isnan(value) or value == 0:
             return value
-        if not self.holds(value):
-            return math.copysign(math.inf, value) if self.has_inf else math.nan
-        exponent = max(math.frexp(value)[1] - 1, self.min_exponent)
-        step = 2.0 ** (exponent - self.fraction_bits)
-        return math.copysign(round(abs(value) / step) * step, value)
+        rounded = abs(value)
+        if math.isfinite(value):
+            exponent = max(math.frexp(value)[1] - 1, self.min_exponent)
+            step = 2.0 ** (exponent - self.fraction_bits)
+            rounded = round(rounded / step) * step
+        if rounded > self.max:
+            rounded = math.inf if self.has_inf else math.nan
+        return math.copysign(rounded, value)
 
 
 # Parameters: IEEE 754-2019 for fp16, fp32, fp64; NVIDIA's A100 white paper for bfloat16 and TF32;
