@@ -13,7 +13,6 @@ from nandoctor.causes.registry import find_cause, suggest_changes
 from nandoctor.changes.places import site_of
 from nandoctor.diagnosis.dimensions import name_dimensions, with_samples
 from nandoctor.diagnosis.origin import (
-    NonfinitePlace,
     NonfiniteTrace,
     OutsideKind,
     diagnose_optimizer,
@@ -28,7 +27,7 @@ from nandoctor.diagnosis.removals import by_forward, find_removal
 from nandoctor.evidence.dump_summary import OptimizerSlot, OptimizerUpdate
 from nandoctor.evidence.edits import OpSite
 from nandoctor.evidence.formats import FP32, FloatFormat
-from nandoctor.evidence.report import Cause, Diagnosis, Growth, Link, Origin
+from nandoctor.evidence.report import Cause, Diagnosis, FirstNonfinite, Growth, Link, Origin
 from nandoctor.evidence.trace import OpCall, OpTensor, TensorStats, Trace, UpdateTrace
 from nandoctor.evidence.verdicts import Verdict
 from nandoctor.ops import CASTS, MOVES, PRODUCTS
@@ -54,7 +53,7 @@ class Conclusion:
     diagnoses: tuple[Diagnosis, ...] = ()
     suspects: tuple[Suspect, ...] = ()
     chain: tuple[Link, ...] = ()
-    first_nonfinite: NonfinitePlace | None = None
+    first_nonfinite: FirstNonfinite | None = None
     complete: bool = True
     in_fp32: bool = False
 
@@ -282,7 +281,7 @@ def _conclude_run(trace: Trace, reference: Trace, low: FloatFormat, fails_withou
     return _conclude_traced(found, trace, places, fails_without if not reference.finite else _always)
 
 
-def _symptoms(trace: Trace, places: list[NonfinitePlace]) -> list[int]:
+def _symptoms(trace: Trace, places: list[FirstNonfinite]) -> list[int]:
     """Return the ops that made the non-finite output or loss; if the forward raised, the last non-finite value."""
     ends = [*trace.output, *([trace.loss] if trace.loss else [])]
     if trace.raised is not None:
@@ -295,7 +294,7 @@ def _symptoms(trace: Trace, places: list[NonfinitePlace]) -> list[int]:
     return [*made, *(trace.handed_out if trace.unread or len(made) < len(nonfinite) else ())]
 
 
-def _conclude_untraced(trace: Trace, places: list[NonfinitePlace]) -> Conclusion:
+def _conclude_untraced(trace: Trace, places: list[FirstNonfinite]) -> Conclusion:
     """Diagnose from module calls alone: a non-finite array of the batch, or state of the first non-finite module."""
     if not places:
         return Conclusion(complete=False)
@@ -303,16 +302,15 @@ def _conclude_untraced(trace: Trace, places: list[NonfinitePlace]) -> Conclusion
     diagnoses: list[Diagnosis] = []
     if first.where == "batch":
         diagnoses += diagnose_outside("input", first.value.path, first.value, trace)
-    for stats in first.owner.state if first.owner else ():
-        assert first.owner is not None
-        name = ".".join(filter(None, (first.owner.module, stats.path)))
+    for stats in first.state:
+        name = ".".join(filter(None, (first.place.module, stats.path)))
         if trace.built.get(name):
             continue
         diagnoses += diagnose_outside("buffer" if name in trace.buffers else "weight", name, stats, trace)
     return Conclusion(diagnoses=tuple(diagnoses), first_nonfinite=first, complete=bool(diagnoses))
 
 
-def _conclude_swallowed(trace: Trace, reference: Trace, places: list[NonfinitePlace], low: FloatFormat) -> Conclusion:
+def _conclude_swallowed(trace: Trace, reference: Trace, places: list[FirstNonfinite], low: FloatFormat) -> Conclusion:
     findings = find_swallowed(trace, reference, low)
     causes = [(finding, cause) for finding in findings if (cause := find_cause("swallowed", finding))]
     return Conclusion(
@@ -324,7 +322,7 @@ def _conclude_swallowed(trace: Trace, reference: Trace, places: list[NonfinitePl
 
 
 def _conclude_traced(
-    found_trace: NonfiniteTrace, trace: Trace, places: list[NonfinitePlace], fails_without: FailsWithout
+    found_trace: NonfiniteTrace, trace: Trace, places: list[FirstNonfinite], fails_without: FailsWithout
 ) -> Conclusion:
     found = [*_from_outside(found_trace, trace), *_from_sources(found_trace, trace)]
     harmless = _find_harmless(found, trace, fails_without)

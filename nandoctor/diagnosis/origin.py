@@ -25,37 +25,23 @@ from nandoctor.diagnosis.dimensions import name_dimensions, with_samples
 from nandoctor.diagnosis.run_summary import outputs_differ
 from nandoctor.evidence.dump_summary import OptimizerSlot
 from nandoctor.evidence.formats import FloatFormat
-from nandoctor.evidence.report import Diagnosis, FirstNonfinite, NonfiniteElements, Origin
+from nandoctor.evidence.report import Diagnosis, FirstNonfinite, NonfiniteElements, Origin, Where
 from nandoctor.evidence.trace import LOSS, ModuleCall, NonfiniteCounts, OpCall, OpTensor, Place, TensorStats, Trace
 from nandoctor.ops import CASTS, MOVES, SCALINGS
 
-Where = Literal["output", "between", "batch", "loss"]
 _PHASES: dict[str, Literal["loss", "input"]] = {"batch": "input", "loss": "loss"}
 _KEEP_ZERO, _DEPTH = MOVES | CASTS | SCALINGS | {"neg"}, 6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NonfinitePlace:
-    """A non-finite tensor and the module call that made it.
-
-    `where` is as in `FirstNonfinite`. For a value made between modules, `owner` is the call whose forward made it and
-    `seen_in` the call that received it. `owner` is None for the batch and the loss.
-    """
-
-    where: Where
-    owner: ModuleCall | None
-    seen_in: ModuleCall | None
-    value: TensorStats
-
-
-def find_nonfinite_places(trace: Trace, reference: Trace) -> list[NonfinitePlace]:
+def find_nonfinite_places(trace: Trace, reference: Trace) -> list[FirstNonfinite]:
     """Return the non-finite tensors of `trace` that can matter, in the order of execution; the loss comes last.
 
     If the reference's output is finite, values of the same kinds at the same place in it are intended (attention masks)
     and left out.
     """
-    meant = {_key(place): place.value for place in _nonfinite_places(reference)} if reference.finite else {}
-    return [place for place in _nonfinite_places(trace) if not _is_in_both(place.value, meant.get(_key(place)))]
+    run = "fp32" if trace is reference else "autocast"
+    meant = {_key(it): it.value for it in _nonfinite_places(reference, "fp32")} if reference.finite else {}
+    return [it for it in _nonfinite_places(trace, run) if not _is_in_both(it.value, meant.get(_key(it)))]
 
 
 def _is_in_both(value: TensorStats, other: TensorStats | None) -> bool:
@@ -65,10 +51,22 @@ def _is_in_both(value: TensorStats, other: TensorStats | None) -> bool:
     return set(value.counts.kinds) <= set(other.counts.kinds)
 
 
-def _nonfinite_places(trace: Trace) -> Iterator[NonfinitePlace]:
-    for stats in trace.batch:
-        if not stats.finite:
-            yield NonfinitePlace(where="batch", owner=None, seen_in=None, value=stats)
+def _nonfinite_places(trace: Trace, run: str) -> Iterator[FirstNonfinite]:
+    def found(where: Where, value: TensorStats, owner: ModuleCall | None = None) -> FirstNonfinite:
+        return FirstNonfinite(
+            run=run,
+            phase=_PHASES.get(where, "forward"),
+            place=owner.place if owner else Place(module=LOSS if where == "loss" else "", type="", call=0),
+            where=where,
+            seen_in=None,
+            elements=nonfinite_elements(value, trace),
+            inputs=owner.inputs if owner else (),
+            value=value,
+            would_be=None,
+            state=owner.state if owner else (),
+        )
+
+    yield from (found("batch", stats) for stats in trace.batch if not stats.finite)
     parents = _parents(trace)
     events = [(call.enter, call, call.inputs) for call in trace.calls]
     events += [(call.leave, call, call.outputs) for call in trace.calls if call.leave is not None]
@@ -77,11 +75,11 @@ def _nonfinite_places(trace: Trace) -> Iterator[NonfinitePlace]:
             if stats.finite:
                 continue
             if tick == call.leave:
-                yield NonfinitePlace(where="output", owner=call, seen_in=None, value=stats)
+                yield found("output", stats, call)
             else:
-                yield NonfinitePlace(where="between", owner=parents[call.key], seen_in=call, value=stats)
+                yield replace(found("between", stats, parents[call.key]), seen_in=call.place)
     if trace.loss is not None and not trace.loss.finite:
-        yield NonfinitePlace(where="loss", owner=None, seen_in=None, value=trace.loss)
+        yield found("loss", trace.loss)
 
 
 def _parents(trace: Trace) -> dict[tuple[str, int], ModuleCall | None]:
@@ -94,11 +92,9 @@ def _parents(trace: Trace) -> dict[tuple[str, int], ModuleCall | None]:
     return parents
 
 
-def _key(place: NonfinitePlace) -> object:
+def _key(first: FirstNonfinite) -> object:
     """Return the identity of the tensor within a run, the same in other runs."""
-    call = place.seen_in or place.owner
-    module, number = call.key if call else ("", -1)
-    return (module, number, place.where, place.value.path)
+    return (first.seen_in or first.place).key, first.where, first.value.path
 
 
 def nonfinite_elements(
@@ -130,44 +126,23 @@ def needs_counts(trace: Trace) -> bool:
 
 
 def describe_first(
-    first: NonfinitePlace, trace: Trace, reference: Trace, guilty: tuple[int, ...] | None = None
+    first: FirstNonfinite, trace: Trace, reference: Trace, guilty: tuple[int, ...] | None
 ) -> FirstNonfinite:
-    """Return the first non-finite place for the report, with fp32's largest magnitude at the same place.
+    """Return the first non-finite place with fp32's largest magnitude there, and what its dimensions count.
 
     Its rows are samples if those to blame are among them.
     """
-    owner, seen_in = first.owner, first.seen_in
-    elements = nonfinite_elements(first.value, trace)
+    elements = first.elements
     names = name_dimensions(first.value.producer, first.value.shape, trace.ops)
     if guilty is None or not set(guilty) <= set(elements.samples or ()):
         elements = replace(elements, samples=None)
     elif guilty:
         names = with_samples(names, len(first.value.shape))
-    return FirstNonfinite(
-        run="fp32" if trace is reference else "autocast",
-        phase=_PHASES.get(first.where, "forward"),
-        place=owner.place if owner else Place(module=LOSS if first.where == "loss" else "", type="", call=0),
-        where=first.where,
-        seen_in=seen_in.place if seen_in else None,
-        elements=elements,
-        inputs=owner.inputs if owner else (),
-        value=first.value,
-        would_be=_would_be(first, reference),
-        state=owner.state if owner else (),
-        dimensions=names,
-    )
-
-
-def _would_be(first: NonfinitePlace, reference: Trace) -> float | None:
-    """Return the largest magnitude of the same tensor in fp32, or None if it is not known."""
-    call = first.seen_in or first.owner
-    if call is None:
-        return None
-    same = next((other for other in reference.calls if other.key == call.key), None)
-    if same is None:
-        return None
-    tensors: tuple[TensorStats, ...] = same.outputs if first.where == "output" else same.inputs
-    return next((stats.absmax for stats in tensors if stats.path == first.value.path), None)
+    is_call, key = first.where in ("output", "between"), (first.seen_in or first.place).key
+    same = [call for call in reference.calls if call.key == key and is_call]
+    tensors = (stats for call in same for stats in (call.outputs if first.where == "output" else call.inputs))
+    would_be = next((stats.absmax for stats in tensors if stats.path == first.value.path), None)
+    return replace(first, elements=elements, would_be=would_be, dimensions=names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

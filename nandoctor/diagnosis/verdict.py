@@ -8,11 +8,10 @@ from dataclasses import replace
 from textwrap import shorten
 
 from nandoctor.diagnosis.conclusion import Conclusion, Findings, Gap, conclude
-from nandoctor.diagnosis.origin import NonfinitePlace, nonfinite_elements
 from nandoctor.diagnosis.run_summary import outputs_differ, relative_error
 from nandoctor.evidence.dump_summary import ArraySummary, DumpSummary, SavedFlags
 from nandoctor.evidence.formats import FP8_E4M3, FP8_E5M2, FP32, FloatFormat
-from nandoctor.evidence.report import Diagnosis, Reproduction
+from nandoctor.evidence.report import Diagnosis, FirstNonfinite, Reproduction
 from nandoctor.evidence.trace import OpCall, SourceLine, Trace, describe_run
 from nandoctor.evidence.verdicts import NOTHING_FOUND, Verdict
 from nandoctor.ops import BACKWARD_HOOK
@@ -270,7 +269,7 @@ def write_headline(verdict: Verdict, trace: Trace, conclusion: Conclusion, gaps:
     return _headline_of_place(trace, first, conclusion.first_nonfinite)
 
 
-def _headline_of_place(trace: Trace, first: Diagnosis | None, place: NonfinitePlace | None) -> str:
+def _headline_of_place(trace: Trace, first: Diagnosis | None, place: FirstNonfinite | None) -> str:
     """Return where a failure that no cause explains first showed."""
     if first is not None and first.origin.phase == "backward":
         if first.origin.op == BACKWARD_HOOK:
@@ -282,7 +281,7 @@ def _headline_of_place(trace: Trace, first: Diagnosis | None, place: NonfinitePl
         return f"The forward is finite; the gradient of {where} is the first non-finite one {_under(trace)}"
     if place is None:
         return f"The output is non-finite {_under(trace)}, and no traced operation made it so"
-    found = nonfinite_elements(place.value, None)
+    found = place.elements
     what = nonfinite_part(found.kinds, found.num_bad, found.numel, "element")
     return f"{_describe_place(place)} is the first to go non-finite {_under(trace)}: {what}"
 
@@ -302,15 +301,13 @@ def _under(trace: Trace) -> str:
     return describe_run(trace.policy, trace.format)
 
 
-def _describe_place(nonfinite_place: NonfinitePlace) -> str:
-    owner = nonfinite_place.owner
-    if owner is None:
-        return "The loss" if nonfinite_place.where == "loss" else "The batch"
-    name = owner.place.with_type
-    if nonfinite_place.where == "output":
-        return name if owner.module else f"The forward of {name}"
-    assert nonfinite_place.seen_in is not None
-    return f"A value computed in the forward of {name} and passed to {nonfinite_place.seen_in.place.label}"
+def _describe_place(first: FirstNonfinite) -> str:
+    name = first.place.with_type
+    if first.where == "output":
+        return name if first.place.module else f"The forward of {name}"
+    if first.seen_in is not None and first.seen_in.module:
+        return f"A value computed in the forward of {name} and passed to {first.seen_in.label}"
+    return "The loss" if first.where == "loss" else "The batch"
 
 
 def advise(

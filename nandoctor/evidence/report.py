@@ -63,6 +63,9 @@ class NonfiniteElements:
     batch_size: int | None = None
 
 
+Where = Literal["output", "between", "batch", "loss"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstNonfinite:
     """The first place where a non-finite value was seen.
@@ -75,7 +78,7 @@ class FirstNonfinite:
     run: str
     phase: Literal["forward", "loss", "input"]
     place: Place = field(metadata=INLINED)
-    where: Literal["output", "between", "batch", "loss"]
+    where: Where
     seen_in: Place | None
     elements: NonfiniteElements = field(metadata=INLINED)
     inputs: tuple[TensorStats, ...]

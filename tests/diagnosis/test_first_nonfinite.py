@@ -49,9 +49,9 @@ PLACES = {
     "the batch, before everything": (
         trace(call("", 0, 1, **SEEN, **MADE), batch=(GOOD, NONFINITE), output=(NONFINITE,)),
         reference(output=(NONFINITE,)),
-        ("batch", None, None),
+        ("batch", "", None),
     ),
-    "the loss, after everything": (trace(call("", 0, 1), loss=NONFINITE), HEALTHY, ("loss", None, None)),
+    "the loss, after everything": (trace(call("", 0, 1), loss=NONFINITE), HEALTHY, ("loss", "<loss>", None)),
     "what never returned shows only its inputs": (
         trace(call("", 0, None), call("a", 1, 2, **MADE), call("b", 3, None, **SEEN), raised="stop"),
         HEALTHY,
@@ -79,7 +79,7 @@ PLACES = {
 
 def place(found):
     """What a non-finite place says: what, whose, seen where."""
-    return found.where, found.owner and found.owner.module, found.seen_in and found.seen_in.module
+    return found.where, found.place.module, found.seen_in and found.seen_in.module
 
 
 def find_first(sick, healthy=HEALTHY):
@@ -98,8 +98,8 @@ def test_the_first_place(kind):
 def test_the_call_around_a_repeated_call_is_the_parent():
     again = {"number": 1}
     calls = (call("", 0, 9), call("a", 1, 4), call("a.b", 2, 3), call("a", 5, 8, **again))
-    assert find_first(trace(*calls, call("a.b", 6, 7, **again, **MADE))).owner.key == ("a.b", 1)
-    assert find_first(trace(*calls, call("a.b", 6, 7, **again, **SEEN))).owner.key == ("a", 1)
+    assert find_first(trace(*calls, call("a.b", 6, 7, **again, **MADE))).place.key == ("a.b", 1)
+    assert find_first(trace(*calls, call("a.b", 6, 7, **again, **SEEN))).place.key == ("a", 1)
 
 
 @pytest.mark.parametrize(
