@@ -34,19 +34,19 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_941, "tests": 32_471, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_907, "tests": 32_470, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_979,
     "autocast": 830,
     "capture": 2_605,
-    "causes": 2_660,
+    "causes": 2_663,
     "changes": 3_148,
     "cli": 889,
-    "diagnosis": 2_030,
+    "diagnosis": 1_995,
     "dumps": 3_194,
     "engine": 3_108,
-    "evidence": 1_710,
+    "evidence": 1_708,
     "fixes": 3_799,
     "fleet": 742,
     "repro_scripts": 658,
