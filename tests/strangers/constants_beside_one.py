@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from strangers.rows import Rows
-from strangers.visits import normal
+from strangers.visits import Lifted, normal
 
 rows = Rows()
 BATCH = {"x": normal(4, 8)}
@@ -25,16 +25,9 @@ def audit_sees(op):
 @rows("precision . log eps-underflow", BATCH, lambda p: (1 + 1e-5) - p, name="rsub", holds=audit_sees("rsub"))
 @rows("healthy", BATCH, lambda p: 1 - p * (1 - 1e-2), name="mul that fp16 keeps")
 @rows("healthy", BATCH, lambda p: (1 + 1e-2) - p, name="rsub that fp16 keeps")
-class Evidence(nn.Module):
+def evidence(rest):
     """The logarithm of what a saturated probability leaves, kept off zero by a factor or a term beside one."""
-
-    def __init__(self, rest):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-        self.rest = rest
-
-    def forward(self, x):
-        return torch.log(self.rest(torch.sigmoid(self.layer(x).abs() * 20)))
+    return Lifted(lambda h, x: torch.log(rest(torch.sigmoid(h.abs() * 20))))
 
 
 @rows.applied("healthy", BATCH, holds=lambda report: report.eps_audit == ())

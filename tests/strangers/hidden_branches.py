@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from strangers.rows import Rows
-from strangers.visits import mean, normal
+from strangers.visits import Lifted, mean, normal
 
 rows = Rows()
 BATCH = {"x": normal(4, 8)}
@@ -18,23 +18,14 @@ SELECTIONS = {
 HIDE_NOTHING = {"plain": torch.sqrt, "limited": lambda h: torch.relu(1 - torch.sqrt(h)).square()}
 
 
-class Head(nn.Module):
+def head(then, keep):
     """A layer, and anything after it; `keep` makes exact zeros of its negative outputs."""
-
-    def __init__(self, then, keep):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-        self.then = then
-        self.keep = keep
-
-    def forward(self, x):
-        h = self.layer(x)
-        return self.then(h * (h > 0) if self.keep else h.abs() + 0.1)
+    return Lifted(lambda h, x: then(h * (h > 0) if keep else h.abs() + 0.1))
 
 
 for op, then in SELECTIONS.items():
-    rows(f"numerics . {op} where-gradient-trap", BATCH, then, True, name=op, phase="backward", loss=mean)(Head)
-    rows("healthy", BATCH, then, False, name=f"{op} with nothing to hide", loss=mean)(Head)
+    rows(f"numerics . {op} where-gradient-trap", BATCH, then, True, name=op, phase="backward", loss=mean)(head)
+    rows("healthy", BATCH, then, False, name=f"{op} with nothing to hide", loss=mean)(head)
 rows(
     "numerics . sqrt where-gradient-trap",
     BATCH,
@@ -43,9 +34,9 @@ rows(
     name="NaN times a number that is learned",
     also=(),
     loss=mean,
-)(Head)
+)(head)
 for name, then in HIDE_NOTHING.items():
-    rows("numerics . sqrt gradient-singularity", BATCH, then, True, name=name, loss=mean)(Head)
+    rows("numerics . sqrt gradient-singularity", BATCH, then, True, name=name, loss=mean)(head)
 
 
 PADDED = torch.rand(4, 8).index_put((torch.tensor([1, 3]), torch.tensor([5, 7])), torch.tensor(float("inf")))
@@ -54,44 +45,27 @@ PADDED = torch.rand(4, 8).index_put((torch.tensor([1, 3]), torch.tensor([5, 7]))
 @rows(
     "numerics . mul where-gradient-trap",
     {**BATCH, "target": -PADDED},
+    *(8, 8),
     samples=(1, 3),
     loss=mean,
     fix="verified clamp",
 )
-class Padded(nn.Module):
+class Padded(nn.Linear):
     """A divergence from a target with -Inf where there is none."""
 
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
     def forward(self, x, target):
-        h = self.layer(x).log_softmax(1)
+        h = super().forward(x).log_softmax(1)
         return (h.exp() * (h - target)).where(torch.isfinite(target), 0.0)
 
 
 @rows("numerics . exp exp-overflow", BATCH, 2000.0, phase="forward", says=("hides that Inf",), loss=mean)
 @rows("healthy", BATCH, 20.0, loss=mean)
-class Damped(nn.Module):
-    """x / (1 + exp(x * gain)): the quotient is 0 where the exponential is infinite."""
-
-    def __init__(self, gain):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-        self.gain = gain
-
-    def forward(self, x):
-        h = self.layer(x).float()
-        return h / (1 + torch.exp(h * self.gain))
+def damped(gain):
+    """h / (1 + exp(h * gain)): the quotient is 0 where the exponential is infinite."""
+    return Lifted(lambda h, x: h.float() / (1 + torch.exp(h.float() * gain)))
 
 
-@rows("healthy", BATCH, loss=mean)
-class Rooted(nn.Module):
+@rows.lifted("healthy", BATCH, loss=mean)
+def rooted(h, x):
     """The root of a relu: its infinite derivative at 0 meets relu's zero, and is replaced."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return torch.sqrt(torch.relu(self.layer(x)))
+    return torch.sqrt(torch.relu(h))

@@ -12,17 +12,13 @@ CLOSED = {"x": X, "closed": torch.tensor([[False, False], [True, True], [False, 
 BACKWARD = {"phase": "backward", "inputs": "x,closed", "loss": lambda output, _: output.sum()}
 
 
-@rows("numerics . logaddexp indeterminate-form", CLOSED, **BACKWARD)
-@rows("healthy", {"x": X, "closed": torch.tensor([[False, True]] * 3)}, name="harmless", loss=BACKWARD["loss"])
-class Merge(nn.Module):
+@rows("numerics . logaddexp indeterminate-form", CLOSED, 2, 2, **BACKWARD)
+@rows("healthy", {"x": X, "closed": torch.tensor([[False, True]] * 3)}, 2, 2, name="harmless", loss=BACKWARD["loss"])
+class Merge(nn.Linear):
     """Log probabilities of two ways, either of which may be closed."""
 
-    def __init__(self):
-        super().__init__()
-        self.score = nn.Linear(2, 2)
-
     def forward(self, x, closed):
-        scores = self.score(x).float() + torch.where(closed, -torch.inf, 0.0)
+        scores = super().forward(x).float() + torch.where(closed, -torch.inf, 0.0)
         return torch.logaddexp(scores[:, 0], scores[:, 1]).exp()
 
 

@@ -44,17 +44,13 @@ GAUGES = {"waypoints": normal(4, 8), "gauge": with_a_nan(normal(4, 3))}
 POISONED = "input . - poisoned-input"
 
 
-@rows(POISONED, {"waypoints": with_a_nan(normal(4, 8))}, name="name nobody heard of", samples=(1,))
-@rows(POISONED, {"z": with_a_nan(normal(4, 8))}, name="named by the user", inputs="waypoints=z")
-@rows("healthy", GAUGES, name="target with gaps of the output's shape", loss=where_known)
-@rows("input . - poisoned-target", GAUGES, name="gaps that are multiplied away", loss=times_known)
-class Locator(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.place = nn.Linear(8, 3)
-
+@rows(POISONED, {"waypoints": with_a_nan(normal(4, 8))}, 8, 3, name="name nobody heard of", samples=(1,))
+@rows(POISONED, {"z": with_a_nan(normal(4, 8))}, 8, 3, name="named by the user", inputs="waypoints=z")
+@rows("healthy", GAUGES, 8, 3, name="target with gaps of the output's shape", loss=where_known)
+@rows("input . - poisoned-target", GAUGES, 8, 3, name="gaps that are multiplied away", loss=times_known)
+class Locator(nn.Linear):
     def forward(self, waypoints):
-        return self.place(waypoints)
+        return super().forward(waypoints)
 
 
 def compared(name):
@@ -128,12 +124,8 @@ class Energies(nn.Module):
         return {"energy": (h * h).sum(-1) + self.least, "hidden": h}
 
 
-@rows("*", with_its_output, name="output that the loss reads by name", holds=compared("recon"), loss=off_recon)
-@rows("*", GAPS, name="target of the name of an output", holds=not_compared, loss=off_recon)
-class Reconstruction(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.read = nn.Linear(8, 8)
-
+@rows("*", with_its_output, 8, 8, name="output that the loss reads by name", holds=compared("recon"), loss=off_recon)
+@rows("*", GAPS, 8, 8, name="target of the name of an output", holds=not_compared, loss=off_recon)
+class Reconstruction(nn.Linear):
     def forward(self, x):
-        return {"recon": torch.log(self.read(x).abs() + x), "aux": x}
+        return {"recon": torch.log(super().forward(x).abs() + x), "aux": x}

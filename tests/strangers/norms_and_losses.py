@@ -4,11 +4,12 @@ import math
 import re
 
 import torch
+from tiny_models import Chain
 from torch import nn
 from torch.nn.functional import binary_cross_entropy, kl_div, normalize
 
 from strangers.rows import Rows
-from strangers.visits import Between, mean, normal
+from strangers.visits import Applied, Between, Lifted, mean, normal
 
 rows = Rows()
 BATCH, IMAGE = {"x": normal(4, 8)}, {"image": normal(2, 3, 8, 8)}
@@ -33,16 +34,7 @@ class Pixels(nn.Module):
 @rows("numerics middle.norm * division-by-zero", BATCH, lambda: nn.LayerNorm(8, eps=0.0), name="layer norm")
 @rows("numerics middle.norm * division-by-zero", BATCH, lambda: nn.GroupNorm(2, 8, eps=0.0), name="group norm")
 def norm_without_eps_of_something_constant(make):
-    return Between(Constant(make()))
-
-
-class Constant(nn.Module):
-    def __init__(self, norm):
-        super().__init__()
-        self.norm = norm
-
-    def forward(self, x):
-        return self.norm(0 * x)
+    return Between(Chain(zero=Applied(lambda x: 0 * x), norm=make()))
 
 
 POLES = {
@@ -54,26 +46,15 @@ for op, function in POLES.items():
     rows.between(f"numerics middle {op} invalid-domain", BATCH, name=f"pole of {op}")(function)
 
 
-class Likelihood(nn.Module):
-    def forward(self, x):
-        return torch.prod(1e30 * (1 + x.float().abs()), -1, keepdim=True).expand_as(x)
-
-
 @rows("* middle prod reduction-overflow", {"x": normal(4, 64)})
 def product_that_even_float64_cannot_hold():
-    return Between(Likelihood(), width=64)
+    likelihood = Applied(lambda x: torch.prod(1e30 * (1 + x.float().abs()), -1, keepdim=True).expand_as(x))
+    return Between(likelihood, width=64)
 
 
-class Zeros(nn.Module):
+def zeros(function):
     """Some of the values are exactly zero, and have gradients."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.lift = nn.Linear(8, 8)
-        self.function = function
-
-    def forward(self, x):
-        return self.function((self.lift(x).float() * torch.tensor([0.0, 1.0] * 4)).abs())
+    return Lifted(lambda h, x: function((h.float() * torch.tensor([0.0, 1.0] * 4)).abs()))
 
 
 SAFE_BEFORE = {
@@ -85,19 +66,17 @@ SAFE_BEFORE = {
     "cumprod": lambda x: torch.cumprod(x, -1),
 }
 for name, function in SAFE_BEFORE.items():
-    rows("healthy", BATCH, function, name=name, loss=mean)(Zeros)
+    rows("healthy", BATCH, function, name=name, loss=mean)(zeros)
 
 
 def tells_of_a_hook(report):
     return report.headline.endswith("a hook of that tensor did, or the sum of several gradients")
 
 
-@rows("numerics lift", BATCH, None, phase="backward", holds=tells_of_a_hook, loss=mean)
-class Hooked(Zeros):
-    def forward(self, x):
-        lifted = self.lift(x)
-        lifted.register_hook(lambda gradient: gradient * math.inf)
-        return lifted
+@rows.lifted("numerics lift", BATCH, phase="backward", holds=tells_of_a_hook, loss=mean)
+def hooked(h, x):
+    h.register_hook(lambda gradient: gradient * math.inf)
+    return h
 
 
 def tells_of_a_module_hook(report):
@@ -152,16 +131,12 @@ rows(
 )(relu)
 
 
-@rows("numerics . log", {"x": normal(1, 8)}, mode=None, says=("In train mode the model does not run",))
-class BatchOfOne(nn.Module):
+@rows("numerics . log", {"x": normal(1, 8)}, 8, mode=None, says=("In train mode the model does not run",))
+class BatchOfOne(nn.BatchNorm1d):
     """Batch norm refuses a single sample in train mode, so it failed in eval mode."""
 
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(8)
-
     def forward(self, x):
-        return torch.log(self.norm(x).relu())
+        return torch.log(super().forward(x).relu())
 
 
 def tells_fp32(report):

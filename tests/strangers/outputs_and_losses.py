@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, ctc_loss, mse_loss
 
 from strangers.rows import Rows
-from strangers.visits import Between, louder, normal
+from strangers.visits import Applied, Between, louder, normal
 
 rows = Rows()
 LEGAL = torch.tensor([[True, True, False, True, True, False]] * 4)
@@ -29,41 +29,32 @@ def smoothed(logits, batch):
 ASKED = "numerics . masked_fill log-of-zero"
 
 
-@rows("healthy", MOVES)
-@rows("healthy", played(0), name="with its loss", holds=lambda report: not report.bad_gradients, loss=of_moves)
-@rows(ASKED, played(2), name="loss that asks for a masked move", loss=of_moves)
-@rows(ASKED, played(0), name="loss that is smoothed", loss=smoothed)
-class Policy(nn.Module):
+@rows("healthy", MOVES, 8, 6)
+@rows("healthy", played(0), 8, 6, name="with its loss", holds=lambda report: not report.bad_gradients, loss=of_moves)
+@rows(ASKED, played(2), 8, 6, name="loss that asks for a masked move", loss=of_moves)
+@rows(ASKED, played(0), 8, 6, name="loss that is smoothed", loss=smoothed)
+class Policy(nn.Linear):
     """Illegal moves get -inf, on purpose."""
 
-    def __init__(self):
-        super().__init__()
-        self.score = nn.Linear(8, 6)
-
     def forward(self, x, legal):
-        return self.score(x).masked_fill(~legal, -math.inf)
+        return super().forward(x).masked_fill(~legal, -math.inf)
 
 
-@rows("numerics . sqrt gradient-singularity", played(0), phase="backward", loss=of_moves)
-class MaskThatDoesNotHideASickGradient(Policy):
+@rows("numerics . sqrt gradient-singularity", played(0), 8, 6, phase="backward", loss=of_moves)
+class MaskThatDoesNotHideASickGradient(nn.Linear):
     def forward(self, x, legal):
-        scores = self.score(x)
+        scores = super().forward(x)
         length = ((scores - scores.detach()).float() ** 2).sum(-1, keepdim=True).sqrt()
         return (scores + scores.detach() * length).masked_fill(~legal, -math.inf)
 
 
-class Saturated(nn.Module):
-    def __init__(self, cut):
-        super().__init__()
-        self.cut = cut
-
-    def forward(self, x):
-        return self.cut(x.half() * 6e4)
+def saturated(cut):
+    return Between(Applied(lambda x: cut(x.half() * 6e4)))
 
 
 CUTS = {"clamp": lambda x: x.clamp(-1, 1), "sigmoid": torch.sigmoid, "tanh": torch.tanh}
 for name, cut in CUTS.items():
-    rows("healthy", {"x": 100 + normal(30, 8)}, cut, name=name)(lambda cut: Between(Saturated(cut)))
+    rows("healthy", {"x": 100 + normal(30, 8)}, cut, name=name)(saturated)
 
 
 @rows.between("healthy", {"x": 10 * normal(5, 8)})
@@ -103,14 +94,10 @@ def of_text(output, batch):
 LONG_TEXT = {"x": normal(4, 2, 8), "text": torch.ones(2, 5, dtype=torch.long)}
 
 
-@rows("numerics <loss> ctc_loss log-of-zero", LONG_TEXT, name="ctc target longer than its input", loss=of_text)
-class Reader(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.read = nn.Linear(8, 6)
-
+@rows("numerics <loss> ctc_loss log-of-zero", LONG_TEXT, 8, 6, name="ctc target longer than its input", loss=of_text)
+class Reader(nn.Linear):
     def forward(self, x):
-        return self.read(x).log_softmax(-1)
+        return super().forward(x).log_softmax(-1)
 
 
 def term_of_nothing(output, batch):

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from strangers.rows import Rows
-from strangers.visits import mean, normal
+from strangers.visits import Lifted, mean, normal
 
 rows = Rows()
 WIDE, BATCH = {"x": normal(4, 16)}, {"x": normal(4, 8)}
@@ -38,14 +38,8 @@ def tells_of_no_zero(report):
 
 @rows("precision . log1p log-of-zero", BATCH, 10.0, says=("exactly -1",), holds=tells_of_no_zero)
 @rows("healthy", BATCH, 1.0)
-class Saturated(nn.Module):
-    def __init__(self, gain):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-        self.gain = gain
-
-    def forward(self, x):
-        return torch.log1p(-torch.sigmoid(self.layer(x).abs() * self.gain))
+def saturated(gain):
+    return Lifted(lambda h, x: torch.log1p(-torch.sigmoid(h.abs() * gain)))
 
 
 @rows("* * * input-cast-overflow", WIDE, says=("The line casts `(spread + 30.0).exp()` to fp16",))

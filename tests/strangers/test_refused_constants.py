@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from nandoctor.errors import ModelError
-from strangers.refused_constants import BATCH, Attends
+from strangers.refused_constants import BATCH, attends
 from strangers.visits import Applied, Between, normal
 
 
 def test_a_bound_that_torch_refuses_and_that_hides_nothing(examine):
     with pytest.raises(ModelError, match="without overflow") as caught:
-        examine(Attends(lambda scores, later: scores.clamp(min=-1e9)), BATCH)
+        examine(attends(lambda scores, later: scores.clamp(min=-1e9)), BATCH)
     assert "torch.finfo(x.dtype)" in caught.value.remedy
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from strangers.rows import Rows
-from strangers.visits import normal
+from strangers.visits import Lifted, normal
 
 rows = Rows()
 X = {"x": normal(4, 8)}
@@ -77,24 +77,20 @@ def with_weight(value):
     return nn.Sequential(layer)
 
 
-class Gated(nn.Module):
+def gated(product, floor):
     """Logarithms of a gate that is zero or one, gathered by a product with mostly zeros."""
 
-    def __init__(self, product, floor):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-        self.product = product
-        self.floor = floor
+    def gather(h, x):
+        gate = (h > 0).float()
+        return product(torch.eye(4), torch.log(gate.clamp(min=floor) if floor else gate))
 
-    def forward(self, x):
-        gate = (self.layer(x) > 0).float()
-        return self.product(torch.eye(4), torch.log(gate.clamp(min=self.floor) if self.floor else gate))
+    return Lifted(gather)
 
 
 PRODUCTS = {"matmul": torch.matmul, "einsum": lambda a, b: torch.einsum("ij,jk->ik", a, b)}
 for op, product in PRODUCTS.items():
-    rows(f"numerics . {op} indeterminate-form", X, product, 0.0, name=f"0 * inf in {op}", says=("0 * inf",))(Gated)
-    rows("healthy", X, product, 1e-3, name=f"{op} without infinities")(Gated)
+    rows(f"numerics . {op} indeterminate-form", X, product, 0.0, name=f"0 * inf in {op}", says=("0 * inf",))(gated)
+    rows("healthy", X, product, 1e-3, name=f"{op} without infinities")(gated)
 
 
 class Masked(nn.Linear):

@@ -109,16 +109,12 @@ def scores_that_overflow_after_they_were_masked(x):
     return (scores * 40.0).softmax(-1) @ x
 
 
-@rows("numerics . masked_fill indeterminate-form", BATCH)
-class Distances(nn.Module):
+@rows("numerics . masked_fill indeterminate-form", BATCH, 5, 2)
+class Distances(nn.Linear):
     """An infinite distance that goes into the next layer."""
 
-    def __init__(self):
-        super().__init__()
-        self.read = nn.Linear(5, 2)
-
     def forward(self, x):
-        return self.read(torch.cdist(x, x).masked_fill(torch.eye(5, dtype=torch.bool), math.inf))
+        return super().forward(torch.cdist(x, x).masked_fill(torch.eye(5, dtype=torch.bool), math.inf))
 
 
 @rows.applied("numerics . sub indeterminate-form", {"x": normal(4, 8)})
@@ -130,17 +126,13 @@ SILENT = normal(3, 5).abs()
 SILENT[1, 2] = 0
 
 
-@rows("numerics", {"x": SILENT}, line="return self.read(torch.from_numpy(levels))")
-@rows("healthy", {"x": SILENT + 1}, name="logarithm of numbers that numpy has")
-class LogarithmThatNumpyTookOfZero(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.read = nn.Linear(5, 2)
-
+@rows("numerics", {"x": SILENT}, 5, 2, line="return super().forward(torch.from_numpy(levels))")
+@rows("healthy", {"x": SILENT + 1}, 5, 2, name="logarithm of numbers that numpy has")
+class LogarithmThatNumpyTookOfZero(nn.Linear):
     def forward(self, x):
         with np.errstate(divide="ignore"):
             levels = np.log(x.numpy())
-        return self.read(torch.from_numpy(levels))
+        return super().forward(torch.from_numpy(levels))
 
 
 def of_places(hidden):
