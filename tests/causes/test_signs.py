@@ -41,19 +41,15 @@ UNPROVED = (
 )
 
 
-class Everything(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lift = nn.Linear(4, 4, bias=False)
-
+class Everything(nn.Linear):
     def forward(self, x, lengths):
-        names = {"h": self.lift(x), "x": x, "lengths": lengths, "weight": self.lift.weight, "torch": torch}
+        names = {"h": super().forward(x), "x": x, "lengths": lengths, "weight": self.weight, "torch": torch}
         return {text: eval(text, names) for text in (*PROVED, *UNPROVED)}
 
 
 @pytest.fixture(scope="module")
 def trace():
-    model, batch = Everything(), {"x": torch.rand(3, 4), "lengths": torch.tensor([1, 2, 3])}
+    model, batch = Everything(4, 4, bias=False), {"x": torch.rand(3, 4), "lengths": torch.tensor([1, 2, 3])}
     return make_step(model, batch).run(watch=Watch(stage="signs", ops=True)).trace
 
 

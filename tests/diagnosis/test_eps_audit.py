@@ -4,29 +4,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from made_traces import trace_ops
+from strangers.visits import Lifted
 from torch import nn
 
-import nandoctor
 from nandoctor.diagnosis.eps_audit import audit
 from nandoctor.dumps.optimizer_state import SecondMoment
 from nandoctor.engine.optimizer_slots import measure_slots
 from nandoctor.evidence.formats import FP16, FP32
 
 
-class Made(nn.Module):
-    """A module whose forward is one function of its fp16 input."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.enter = nn.Linear(8, 8, bias=False)
-        self.function = function
-
-    def forward(self, x):
-        return self.function(self, self.enter(x))
-
-
-def audited(function, x=None):
-    return audit(trace_ops(Made(function), torch.linspace(-1, 1, 16).view(2, 8) if x is None else x))
+def audited(function):
+    """The audit of a function of an fp16 tensor."""
+    return audit(trace_ops(Lifted(function), torch.linspace(-1, 1, 16).view(2, 8)))
 
 
 def only(uses):
@@ -37,16 +26,16 @@ def only(uses):
 @pytest.mark.parametrize(
     "function",
     [
-        lambda m, x: F.leaky_relu(x, 0.01),
-        lambda m, x: F.dropout(x, 0.01),
-        lambda m, x: x * 1e-3,
-        lambda m, x: x.add(x, alpha=1e-3),
-        lambda m, x: x + 0.5,
-        lambda m, x: x / 1e-2,
-        lambda m, x: x + 1e-3 * x.float().mean(),  # a number that was computed
-        lambda m, x: x.masked_fill(x < 0, 1e-3) @ x.T,
-        lambda m, x: x.clamp(-1e-3, 0.5),
-        lambda m, x: torch.lerp(x, x, 1e-3),
+        lambda x, _: F.leaky_relu(x, 0.01),
+        lambda x, _: F.dropout(x, 0.01),
+        lambda x, _: x * 1e-3,
+        lambda x, _: x.add(x, alpha=1e-3),
+        lambda x, _: x + 0.5,
+        lambda x, _: x / 1e-2,
+        lambda x, _: x + 1e-3 * x.float().mean(),  # a number that was computed
+        lambda x, _: x.masked_fill(x < 0, 1e-3) @ x.T,
+        lambda x, _: x.clamp(-1e-3, 0.5),
+        lambda x, _: torch.lerp(x, x, 1e-3),
     ],
 )
 def test_what_is_no_eps_is_not_listed(function):
@@ -56,12 +45,12 @@ def test_what_is_no_eps_is_not_listed(function):
 @pytest.mark.parametrize(
     ("function", "op", "value"),
     [
-        (lambda m, x: x / (x.abs() + 1e-8), "add", 1e-8),
-        (lambda m, x: x / x.abs().clamp(min=1e-8), "clamp", 1e-8),
-        (lambda m, x: x / torch.maximum(x.abs(), torch.tensor(1e-8)), "maximum", 1e-8),
-        (lambda m, x: x / x.masked_fill(x == 0, 1e-8), "masked_fill", 1e-8),
-        (lambda m, x: torch.log(torch.where(x > 0, x, 1e-8)), "where", 1e-8),
-        (lambda m, x: F.pairwise_distance(x, x, eps=1e-8), "pairwise_distance", 1e-8),
+        (lambda x, _: x / (x.abs() + 1e-8), "add", 1e-8),
+        (lambda x, _: x / x.abs().clamp(min=1e-8), "clamp", 1e-8),
+        (lambda x, _: x / torch.maximum(x.abs(), torch.tensor(1e-8)), "maximum", 1e-8),
+        (lambda x, _: x / x.masked_fill(x == 0, 1e-8), "masked_fill", 1e-8),
+        (lambda x, _: torch.log(torch.where(x > 0, x, 1e-8)), "where", 1e-8),
+        (lambda x, _: F.pairwise_distance(x, x, eps=1e-8), "pairwise_distance", 1e-8),
     ],
 )
 def test_a_constant_of_an_fp16_tensor_is_zero(function, op, value):
@@ -74,15 +63,15 @@ def test_a_constant_of_an_fp16_tensor_is_zero(function, op, value):
 @pytest.mark.parametrize(
     ("function", "op"),
     [
-        (lambda m, x: F.layer_norm(x, (8,), eps=1e-12), "layer_norm"),
-        (lambda m, x: F.layer_norm(x, (8,)), "layer_norm"),  # the default, which the dispatcher does not hand on
-        (lambda m, x: F.rms_norm(x, (8,), eps=1e-12), "rms_norm"),
-        (lambda m, x: F.group_norm(x, 2, eps=1e-12), "group_norm"),
-        (lambda m, x: F.batch_norm(x, None, None, training=True, eps=1e-12), "batch_norm"),
-        (lambda m, x: F.cosine_similarity(x, x, eps=1e-12), "cosine_similarity"),
-        (lambda m, x: F.normalize(x), "clamp_min"),
-        (lambda m, x: torch.rsqrt(x.pow(2).sum(-1) + 1e-12), "add"),
-        (lambda m, x: x / (x.softmax(-1) + 1e-12), "add"),
+        (lambda x, _: F.layer_norm(x, (8,), eps=1e-12), "layer_norm"),
+        (lambda x, _: F.layer_norm(x, (8,)), "layer_norm"),  # the default, which the dispatcher does not hand on
+        (lambda x, _: F.rms_norm(x, (8,), eps=1e-12), "rms_norm"),
+        (lambda x, _: F.group_norm(x, 2, eps=1e-12), "group_norm"),
+        (lambda x, _: F.batch_norm(x, None, None, training=True, eps=1e-12), "batch_norm"),
+        (lambda x, _: F.cosine_similarity(x, x, eps=1e-12), "cosine_similarity"),
+        (lambda x, _: F.normalize(x), "clamp_min"),
+        (lambda x, _: torch.rsqrt(x.pow(2).sum(-1) + 1e-12), "add"),
+        (lambda x, _: x / (x.softmax(-1) + 1e-12), "add"),
     ],
 )
 def test_a_constant_of_an_op_that_autocast_runs_in_fp32_is_held(function, op):
@@ -91,7 +80,7 @@ def test_a_constant_of_an_op_that_autocast_runs_in_fp32_is_held(function, op):
 
 
 def test_a_line_that_ran_in_two_formats_is_two_rows():
-    def divide(m, y):
+    def divide(y, _):
         for tensor in (y, y.float(), y):
             y = tensor / (tensor.abs() + 1e-8)
         return y
@@ -109,17 +98,11 @@ def test_an_optimizers_eps_is_judged_in_the_format_of_its_state(dtype, effect):
     assert (use.place, use.effect) == ("optimizer", effect)
 
 
-def test_a_failing_backward_reports_the_eps_of_its_forward(tmp_path):
-    class Edge(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.eps = 1e-9
-            self.enter = nn.Linear(2, 2, bias=False)
-
+def test_a_failing_backward_reports_the_eps_of_its_forward(replay):
+    class Edge(nn.Linear):
         def forward(self, x):
-            return torch.sqrt(self.enter(x) ** 2 + self.eps)
+            return torch.sqrt(super().forward(x) ** 2 + 1e-9)
 
-    path = tmp_path / "dump.pth"
-    torch.save({"state_dict": Edge().state_dict(), "x": torch.zeros(1, 2)}, path)
-    report = nandoctor.replay(path, model=Edge, loss=lambda output, batch: output.sum(), fixes=False).report
+    batch = {"x": torch.zeros(1, 2)}
+    report = replay(Edge(2, 2, bias=False), batch, loss=lambda output, _: output.sum(), fixes=False)
     assert [(use.op, use.value) for use in report.eps_audit] == [("add", 1e-9)]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiny_models import Eye
 from torch import nn
 
 
@@ -118,13 +119,10 @@ def test_log_space_is_tried_beside_a_later_origin(replay):
     ]
 
 
-class LayerAndLogarithm(nn.Module):
+class LayerAndLogarithm(Eye):
     """A layer of torch whose product passes fp16's range, and the logarithm of a zero, in fp32 too."""
 
-    def __init__(self):
-        super().__init__()
-        self.read = nn.Linear(2, 2, bias=False)
-        nn.init.eye_(self.read.weight).data.mul_(1e4)
+    gain = 1e4
 
     def forward(self, x):
         h = self.read(x).float()
@@ -156,27 +154,24 @@ def test_an_exponential_past_float64_is_an_overflow(replay):
     assert "return torch.sigmoid(self.read(x))" in best.patch
 
 
-class Normalised(nn.Module):
+class Normalised(nn.Linear):
     """A hand-written L2 norm with an eps that fp16 rounds to 0, or that its gradients cannot be divided by."""
 
-    def __init__(self):
-        super().__init__()
-        self.read = nn.Linear(2, 2, bias=False)
-
     def forward(self, x):
-        h = self.read(x)
+        h = super().forward(x)
         return h / (torch.sqrt((h * h).sum(-1, keepdim=True)).half() + 1e-8)
 
 
-class NormalisedInFp32(Normalised):
+class NormalisedInFp32(nn.Linear):
     def forward(self, x):
-        h = self.read(x)
+        h = super().forward(x)
         return h / (h.pow(2).sum(-1, keepdim=True).sqrt() + 1e-8)
 
 
 @pytest.mark.parametrize("model", [pytest.param(Normalised, marks=pytest.mark.slow), NormalisedInFp32])
 def test_a_root_of_zero_is_mended_beside_its_eps(replay, model):
     x = torch.tensor([[1.0, 2.0], [0.0, 0.0], [3.0, 4.0]])
-    fix = replay(model, {"x": x}, loss=lambda made, _: made.float().mean(), amp_dtype="float16").fixes[0]
+    options = {"loss": lambda made, _: made.float().mean(), "amp_dtype": "float16"}
+    fix = replay(model(2, 2, bias=False), {"x": x}, **options).fixes[0]
     assert fix.verified
     assert "keepdim=True).clamp(min=1e-6)" in fix.patch

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiny_models import Eye
 from torch import nn
 
 from nandoctor.autocast.policy import EXACT, REFERENCE, apply_policy
@@ -21,12 +22,7 @@ class HandLogSumExp(torch.autograd.Function):
         return gradient[:, None] * powers / powers.sum(-1, keepdim=True)
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.read = nn.Linear(2, 2, bias=False)
-        nn.init.eye_(self.read.weight)
-
+class Net(Eye):
     def forward(self, x):
         return HandLogSumExp.apply(self.read(x))
 

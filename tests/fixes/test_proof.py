@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import Eye
 from torch import nn
 
 from nandoctor.fixes.proof import CRITERIA
@@ -16,12 +17,7 @@ def failures(fix):
     return [check.name for check in fix.checks if check.status == "failed"]
 
 
-class HandLogSumExp(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.read = nn.Linear(2, 2, bias=False)
-        nn.init.eye_(self.read.weight)
-
+class HandLogSumExp(Eye):
     def forward(self, x):
         return torch.log(torch.exp(self.read(x)).sum(dim=-1, keepdim=True))
 
@@ -62,17 +58,13 @@ def test_every_criterion_is_told_as_passed_or_not_checked(sample_reports):
     assert "made-up loss finite" in checks["gradients"].text
 
 
-class Amplifier(nn.Module):
+class Amplifier(Eye):
     """The forward overflows in a square, [n, 4] -> same."""
 
-    def __init__(self):
-        super().__init__()
-        self.lift = nn.Linear(4, 4, bias=False)
-        nn.init.eye_(self.lift.weight)
-        self.lift.weight.data *= 300
+    width, gain = 4, 300
 
     def forward(self, x):
-        h = self.lift(x)
+        h = self.read(x)
         return h / (h * h).mean(-1, keepdim=True).sqrt()
 
 
@@ -89,18 +81,17 @@ def test_gradients_are_checked_with_room_for_a_growing_scale(loss_scale, tried, 
     assert tried in checks["loss scale"].text
 
 
-class Upstream(nn.Module):
+class Upstream(Eye):
     """The square overflows; fp32 in the layer before it only helps because its output stays wide."""
+
+    width, gain = 4, 300
 
     def __init__(self):
         super().__init__()
-        self.stem = nn.Linear(4, 4, bias=False)
-        nn.init.eye_(self.stem.weight)
-        self.stem.weight.data *= 300
         self.power = Power()
 
     def forward(self, x):
-        return self.power(self.stem(x))
+        return self.power(self.read(x))
 
 
 class Power(nn.Module):
@@ -113,7 +104,7 @@ def test_a_fix_elsewhere_is_not_shown_beside_one_at_the_place(replay):
     report = replay(Upstream, {"x": x})
     titles = [item.title for item in report.fixes if item.verified]
     assert "(h.float() * h)" in report.fixes[0].patch
-    assert "Keep stem in fp32" not in titles
+    assert "Keep read in fp32" not in titles
     assert "Keep power in fp32" in titles
 
 
@@ -140,15 +131,11 @@ def test_weights_of_which_little_is_left_are_not_mended(replay):
     assert "no code can restore what the weights have lost" in report.search_notes[0]
 
 
-class Denoiser(nn.Module):
+class Denoiser(nn.Linear):
     """Divides by the noise level, which is exactly 0 in one sample, [n, 4] and [n] -> [n, 4]."""
 
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(4, 4)
-
     def forward(self, x, level):
-        return (x - self.net(x)) / level[:, None]
+        return (x - super().forward(x)) / level[:, None]
 
 
 def squared_error(output, batch):
@@ -157,19 +144,16 @@ def squared_error(output, batch):
 
 @pytest.mark.parametrize("loss", [pytest.param(None, marks=pytest.mark.slow), squared_error])
 def test_a_clamp_whose_gradients_overflow_is_no_fix(loss, replay):
-    report = replay(Denoiser, {"x": torch.randn(4, 4), "level": torch.tensor([0.5, 0.0, 0.25, 1.0])}, loss=loss)
+    batch = {"x": torch.randn(4, 4), "level": torch.tensor([0.5, 0.0, 0.25, 1.0])}
+    report = replay(Denoiser(4, 4), batch, loss=loss)
     assert report.verdict == "numerics"
     tiny = [fix for fix in report.fixes if fix.verified and "min=1e-" in fix.patch]
     assert not [fix.title for fix in tiny if "min=1e-2" not in fix.patch and "min=1e-3" not in fix.patch]
 
 
-class Directions(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.read = nn.Linear(4, 4, bias=False)
-
+class Directions(nn.Linear):
     def forward(self, x):
-        made = self.read(x)
+        made = super().forward(x)
         return made / made.norm(dim=1, keepdim=True)
 
 
@@ -183,7 +167,7 @@ def contrast(made, _):
 def test_a_loss_of_pairs_is_not_asked_of_one_sample(replay):
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
     x[2] = 0
-    best = replay(Directions, {"x": x}, loss=contrast).fixes[0]
+    best = replay(Directions(4, 4, bias=False), {"x": x}, loss=contrast).fixes[0]
     alone = next(check for check in best.checks if check.name == "samples to blame alone")
     assert (best.workaround is not None, best.kind) == (True, "source")
     assert (alone.status, "of the samples that were fine fail" in alone.text) == ("not-checked", True)
@@ -310,13 +294,11 @@ def test_a_loss_that_a_small_argument_makes_up_is_refused(replay):
     assert "clamp(min=1e-6)" in fix.patch  # with 1e-12 it is 2.5e11
 
 
-class SquaresKept(nn.Module):
+class SquaresKept(Eye):
     """Squares for the output and, on a line of their own, for a buffer."""
 
     def __init__(self):
         super().__init__()
-        self.read = nn.Linear(2, 2, bias=False)
-        nn.init.eye_(self.read.weight)
         self.register_buffer("peak", torch.zeros(2))
         self.register_buffer("mask", torch.zeros(2, 2))
 

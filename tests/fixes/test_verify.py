@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from made_traces import make_step
+from tiny_models import Returns
 from torch import nn
 
 import nandoctor
@@ -51,22 +52,17 @@ def test_a_spent_budget_is_told():
     assert nandoctor.replay("sample_dumps/residual_stream.pth", fixes=False).report.fixes == ()
 
 
-class Noisy(nn.Module):
+class Noisy(nn.Linear):
     """Divides fp32's own rounding noise by a tiny eps: fp32 is no truth there, float64 is."""
 
-    def __init__(self):
-        super().__init__()
-        self.even = nn.Linear(2, 4, bias=False)
-
     def forward(self, x):
-        h = self.even(x)
+        h = super().forward(x)
         spread = h.std(dim=0, keepdim=True)
         return (h - h.mean(dim=0, keepdim=True)) / (spread + 1e-8)
 
 
 def test_what_fp32_itself_is_unsure_of_need_not_agree():
-    model = Noisy()
-    step = make_step(model, torch.full((3, 2), 0.3))
+    step = make_step(Noisy(2, 4, bias=False), torch.full((3, 2), 0.3))
     trials = make_trials(step)
     assert not trials.judge().outcome.finite
     edit = SetArgument(site=site_of(step, "add"), argument="other", was=1e-8, value=1e-4)
@@ -74,13 +70,7 @@ def test_what_fp32_itself_is_unsure_of_need_not_agree():
 
 
 def test_numerics_is_judged_against_fp32_with_the_same_change():
-    class Logs(nn.Module):
-        def forward(self, x):
-            return torch.log(x)
-
-    model = Logs()
-    x = torch.tensor([[0.0, 1.0, 1e-3]])
-    step = make_step(model, x)
+    step = make_step(Returns(torch.log), torch.tensor([[0.0, 1.0, 1e-3]]))
     site = site_of(step, "log")
     trials = make_trials(step, numerics=True)
     assert trials.passes(ClampArgument(site=site, argument="self", low=1e-6))

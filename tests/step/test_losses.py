@@ -12,6 +12,7 @@ from nandoctor.errors import LossError
 from nandoctor.step.losses import bind_loss
 from nandoctor.step.recorded_step import call_up_to_backward
 
+DUMP = Dump(path=Path("dump.pth"), nbytes=1, layout="plain", state={}, arrays={})
 OUTPUT = torch.tensor([[2.0, 0.0]])
 ARRAYS = {"image": torch.ones(1, 3), "label": torch.tensor([1]), "weight": torch.tensor([1.0, 3.0])}
 EXPECTED = nn.functional.cross_entropy(OUTPUT, ARRAYS["label"])
@@ -52,8 +53,7 @@ class Smoothed(nn.CrossEntropyLoss):
 
 
 def compute(loss, **others):
-    dump = Dump(path=Path("dump.pth"), nbytes=1, layout="plain", state={}, arrays={})
-    bound = bind_loss(loss, dump, lambda tensors: {**tensors, **others})
+    bound = bind_loss(loss, DUMP, lambda tensors: {**tensors, **others})
     return [bound(OUTPUT, ARRAYS) for _ in range(2)]
 
 
@@ -84,8 +84,7 @@ def test_a_loss_of_an_array_is_not_given_the_batch_first():
 
 @pytest.mark.parametrize("loss", [of_a_name_in_the_batch, lambda output, batch: of_batch(output, {"label": batch[1]})])
 def test_a_loss_takes_a_list_or_its_last_items(loss):
-    dump = Dump(path=Path("dump.pth"), nbytes=1, layout="plain", state={}, arrays={})
-    bound = bind_loss(loss, dump, lambda tensors: [tensors["image"], tensors["label"]])
+    bound = bind_loss(loss, DUMP, lambda tensors: [tensors["image"], tensors["label"]])
     assert [bound(OUTPUT, ARRAYS) for _ in range(2)] == [EXPECTED, EXPECTED]
 
 
@@ -103,25 +102,22 @@ def of_several(recon_x, x, mu, logvar):
     ],
 )
 def test_a_loss_takes_several_outputs_or_the_output_alone(loss, output):
-    dump = Dump(path=Path("dump.pth"), nbytes=1, layout="plain", state={}, arrays={})
     made = tuple(map(torch.tensor, output)) if type(output) is tuple else output
     arrays = {"image": torch.tensor(5.0)}
-    assert bind_loss(loss, dump, dict, used={"image"})(made, arrays) == 3251
+    assert bind_loss(loss, DUMP, dict, used={"image"})(made, arrays) == 3251
 
 
 @pytest.mark.parametrize(
     "loss", [lambda output, scale=2.0: output.sum() * scale, lambda output, *, eps=2.0: output.sum() * eps]
 )
 def test_what_need_not_be_given_is_not_guessed(loss):
-    dump = Dump(path=Path("dump.pth"), nbytes=1, layout="plain", state={}, arrays={})
     arrays = {"image": torch.ones(1, 3), "extra": torch.ones(2)}
-    assert bind_loss(loss, dump, dict, used={"image"})(OUTPUT, arrays) == 4
+    assert bind_loss(loss, DUMP, dict, used={"image"})(OUTPUT, arrays) == 4
 
 
 def test_the_only_array_that_the_model_leaves_is_the_target():
     arrays = {"image": torch.ones(1, 3), "price": torch.tensor([[1.0, 4.0]]), "loss": torch.tensor(9.0)}
-    dump = Dump(path=Path("dump.pth"), nbytes=1, layout="plain", state={}, arrays={})
-    assert bind_loss(nn.MSELoss(), dump, dict, used={"image"})(OUTPUT, arrays) == 8.5
+    assert bind_loss(nn.MSELoss(), DUMP, dict, used={"image"})(OUTPUT, arrays) == 8.5
 
 
 def of_two_parts(made, batch):
@@ -129,16 +125,14 @@ def of_two_parts(made, batch):
 
 
 def test_a_loss_gets_the_dicts_whose_keys_it_reads():
-    dump = Dump(path=Path("dump.pth"), nbytes=1, layout="plain", state={}, arrays={})
     price, weight = torch.tensor(3.0), torch.tensor(5.0)
     for batch in ({"price": price, "weight": weight}, {"x": {"weight": weight}, "y": {"price": price}}):
-        assert bind_loss(of_two_parts, dump, dict)(torch.tensor([1.0, 1.0]), batch) == 532
+        assert bind_loss(of_two_parts, DUMP, dict)(torch.tensor([1.0, 1.0]), batch) == 532
 
 
 def test_the_saved_output_is_not_its_own_target():
     arrays = {"image": torch.ones(1, 3), "input": torch.ones(1, 2), "price": torch.tensor([[1.0, 4.0]])}
-    dump = Dump(path=Path("dump.pth"), nbytes=1, layout="plain", state={}, arrays={})
-    assert bind_loss(nn.MSELoss(), dump, dict, used={"image"})(OUTPUT, arrays) == 8.5
+    assert bind_loss(nn.MSELoss(), DUMP, dict, used={"image"})(OUTPUT, arrays) == 8.5
 
 
 def test_a_parameter_called_batch_is_the_saved_batch():

@@ -72,20 +72,16 @@ def test_a_call_gets_the_containers(replay):
     assert replay(Detector(), NESTED, call=lambda model, batch: model(**batch)).origin.op == "mul"
 
 
-class Scaled(nn.Module):
+class Scaled(nn.Linear):
     """Overflows in fp16, but not for zeros."""
 
-    def __init__(self):
-        super().__init__()
-        self.score = nn.Linear(8, 8, bias=False)
-
     def forward(self, x):
-        return self.score(x) * 1e6
+        return super().forward(x) * 1e6
 
 
 @pytest.mark.parametrize("batch", [[torch.zeros(3, 8), IMAGES], [IMAGES, torch.zeros(3, 8)]])
 def test_of_several_arrays_the_input_is_the_one_that_fails(replay, batch):
-    report = replay(Scaled(), {"batch": batch})
+    report = replay(Scaled(8, 8, bias=False), {"batch": batch})
     place = int(batch[1] is IMAGES)
     assert (report.verdict, report.notes[0].split(" in ")[0]) == ("precision", f"Replayed as model(x=batch[{place}])")
 
@@ -95,13 +91,13 @@ def test_of_two_lists_the_targets_are_not_the_input(replay):
         def forward(self, chosen, rejected):
             return super().forward(chosen) - rejected
 
-    report = replay(Pair(), {"inputs": (IMAGES, IMAGES / 2), "labels": (torch.zeros(3), torch.ones(3))})
+    report = replay(Pair(8, 8, bias=False), {"inputs": (IMAGES, IMAGES / 2), "labels": (torch.zeros(3), torch.ones(3))})
     assert report.notes[0].startswith("Replayed as model(chosen=inputs[0], rejected=inputs[1])")
 
 
 def test_several_arrays_that_all_run_are_not_called_healthy(replay):
     with pytest.raises(ModelError, match="how to call Scaled"):
-        replay(Scaled(), {"batch": [torch.zeros(3, 8), torch.zeros(3, 8)]})
+        replay(Scaled(8, 8, bias=False), {"batch": [torch.zeros(3, 8), torch.zeros(3, 8)]})
 
 
 def wants_a_mask(output, batch):
