@@ -46,17 +46,8 @@ def test_a_whole_model_loads_where_nandoctor_is_not_installed(tmp_path):
     assert {*read_dump(tmp_path / "model.pt").state} == {"weight", "bias"}
 
 
-class Replaced(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x)
-
-
 def test_a_forward_that_is_compiled_as_one_graph(tmp_path):
-    model = Replaced()
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     model.forward = torch.compile(model.forward, fullgraph=True, backend="eager")
     with Recorder(model, folder=tmp_path, threshold=1) as recorder:
         for value in (1.0, float("nan")):

@@ -82,9 +82,10 @@ def test_memory_after_the_failure_is_not_the_changes_fault(dump, monkeypatch):
     )
 
 
-def test_a_loss_without_memory_is_not_blamed(dump, monkeypatch):
+@pytest.mark.parametrize("place", ["forward", "loss"])
+def test_what_runs_out_of_memory_is_not_blamed(dump, monkeypatch, place):
     with pytest.raises(ModelError, match="not enough memory to run the step"):
-        replayed(dump, monkeypatch, enough=-1, place="loss")
+        replayed(dump, monkeypatch, enough=-1, place=place)
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,12 @@ def folder(tmp_path, monkeypatch):
     sys.modules.pop("train", None)
 
 
+def test_a_script_that_imports_nandoctor_is_the_users(folder):
+    Path("mine.py").write_text("import nandoctor\n")
+    assert run("repro", "sick.pth", "--model", "train.py:Net", "-o", "mine.py").exit_code == 2
+    assert Path("mine.py").read_text() == "import nandoctor\n"
+
+
 def test_a_script_goes_into_a_py_file_alone(folder):
     before = Path("sick.pth").read_bytes()
     result = run("repro", "sick.pth", "--model", "train.py:Net", "-o", "sick.pth")

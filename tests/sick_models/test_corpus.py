@@ -9,13 +9,12 @@ from collections import Counter
 from functools import cache
 
 import pytest
-import torch
 from one_test import for_each
 
 from nandoctor.causes import registry
 from sick_models import Case, all_cases, healthy_models
 from sick_models.case import MECHANISMS
-from sick_models.probing import Outcome, distance, finite, float_tensors
+from sick_models.probing import Outcome, distance
 from sick_models.probing import run as run_anew
 
 # What a recorder alone can see, the update by the optimizer, has its trainings in tests/capture.
@@ -91,7 +90,7 @@ def test_in_fp32_is_as_its_verdict_says(case: Case) -> None:
     elif case.verdict == "numerics":
         assert first_nonfinite in SHOWS_IN[case.phase]
     else:
-        assert case.verdict == case.phase  # "state" and "input" are judged below, by what they hold
+        assert case.verdict == case.phase
 
 
 @every_case
@@ -114,24 +113,3 @@ def test_line_stands_once_in_its_file(case: Case) -> None:
     source = inspect.getsource(sys.modules[type(case.build()).__module__])
     lines = [line for line in source.splitlines() if case.line in line and not line.strip().startswith("line=")]
     assert len(lines) == 1
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if case.phase == "state"], ids=lambda case: case.name)
-def test_nonfinite_state_is_in_the_module_that_it_names_alone(case: Case) -> None:
-    model = case.build()
-    guilty = model.get_submodule(case.module)
-    kind = "parameters" if case.cause == "poisoned-weights" else "buffers"
-    nonfinite = {id(tensor) for tensor in model.state_dict(keep_vars=True).values() if absurd(tensor)}
-    assert nonfinite
-    assert nonfinite <= {id(tensor) for tensor in getattr(guilty, kind)(recurse=False)}
-
-
-def absurd(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() and (not finite(tensor) or bool((tensor.abs() > 1e20).any()))
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if case.phase == "input"], ids=lambda case: case.name)
-def test_nonfinite_batch_is_so_before_the_model_sees_it(case: Case) -> None:
-    nonfinite = [name for name, array in case.batch().items() if float_tensors(array) and not finite(array)]
-    assert len(nonfinite) == 1
-    assert (nonfinite[0] in ("tomorrow", "paid")) == (case.cause == "poisoned-target")

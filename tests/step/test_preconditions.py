@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import nandoctor
-from nandoctor.errors import ModelError, NanDoctorError
+from nandoctor.errors import NanDoctorError
 
 
 @contextmanager
@@ -57,18 +57,3 @@ def test_modes_without_real_tensors_are_refused(dump, mode, said):
 def test_modes_with_real_tensors_are_none_of_our_business(dump, mode):
     with mode():
         assert nandoctor.replay(dump, Counted, fixes=False).verdict == "healthy"
-
-
-class Greedy(nn.Linear):
-    """Allocates far more than its weights."""
-
-    def __init__(self):
-        super().__init__(3, 2)
-
-    def forward(self, x):
-        return super().forward(x) + torch.zeros(1 << 44).sum()
-
-
-def test_a_run_beyond_the_memory_is_told(dump):
-    with pytest.raises(ModelError, match="not enough memory to run the step"):
-        nandoctor.replay(dump, Greedy)
