@@ -206,6 +206,9 @@ def _judge_buffers(proof: Proof) -> Said | None:
 
 
 def _judge_gradients(proof: Proof) -> Said:
+    lost = proof.trials.sound_reference(()).gradients.keys() - proof.made.gradients.keys()
+    if lost and not selects((proof.change,)):
+        return Said("failed", f"`{min(lost)}` gets no gradient any more")
     return proof.verifier.gradients.judge(proof.change, proof.made, proof.scale)
 
 

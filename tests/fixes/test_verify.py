@@ -1,6 +1,7 @@
 """What counts as a fix: finite, and in agreement with fp32. Things that only look like fixes do not."""
 
 import math
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -16,11 +17,14 @@ from nandoctor.changes.constant import SetArgument
 from nandoctor.changes.keep_fp32 import KeepModule
 from nandoctor.changes.setting import UseFormat
 from nandoctor.engine.runner import CLOSELY
-from nandoctor.evidence.edits import OpSite
+from nandoctor.evidence.edits import OpSite, SingleEdit
 from nandoctor.evidence.formats import BF16
 from nandoctor.fixes.agreement import BF16_TOLERANCE, TOLERANCE
 from nandoctor.fixes.budget import BudgetSpent, TrialBudget
+from nandoctor.fixes.meaning import Meaning
+from nandoctor.fixes.proof import Verifier
 from nandoctor.fixes.verify import Known, Trials
+from nandoctor.fixes.writing import WrittenChange
 
 
 def make_trials(step, *, numerics=False):
@@ -138,3 +142,34 @@ def test_what_a_finite_step_is_off_by_is_not_allowed_for():
     trials = make_trials(step)
     assert trials.judge().outcome.max_rel_err > TOLERANCE
     assert not trials.judge().passes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Detached(SingleEdit):
+    """Run an op on its argument without a graph."""
+
+    site: OpSite
+
+    def on_ops(self):
+        yield self.site, lambda op: op.run(**{"self": op.argument("self").detach()})
+
+
+class TwoWays(nn.Module):
+    """A root whose gradient is infinite at 0, beside a layer that is sound."""
+
+    def __init__(self):
+        super().__init__()
+        self.deep, self.wide = nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.sqrt(self.deep(x).square()) + self.wide(x)
+
+
+def test_a_change_with_which_a_weight_learns_nothing_is_no_fix():
+    step = make_step(TwoWays(), {"x": torch.zeros(2, 4)}, loss=lambda output, _: output.mean())
+    trials = make_trials(step, numerics=True)
+    verifier = Verifier(trials, guilty=(), random=False, trusts_fp32=False, meaning=Meaning(trials))
+    change = Detached(site=site_of(step, "sqrt"))
+    judged, checks = verifier.verify(WrittenChange(kind="advice", title="", text=""), change)
+    assert not judged.passes
+    assert checks[-1].text == "`deep.weight` gets no gradient any more"
