@@ -34,7 +34,7 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_907, "tests": 32_096, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_910, "tests": 32_131, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_979,
@@ -47,7 +47,7 @@ MAX_LINES_OF_ROOMS = {
     "dumps": 3_194,
     "engine": 3_108,
     "evidence": 1_708,
-    "fixes": 3_799,
+    "fixes": 3_802,
     "fleet": 742,
     "repro_scripts": 658,
     "step": 3_133,
