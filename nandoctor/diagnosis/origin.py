@@ -184,8 +184,8 @@ def trace_back(ops: tuple[OpCall, ...], reference: Trace, symptoms: Sequence[int
     behind = [it for it in find_at(_slice(ops, [*_absorbing(sources)]), ops, reference, low) if it.op.analysis]
     sources += [source for source in behind if source not in sources and _is_created(source, ops, reference)]
     # Ops that made NaN from infinities are sources only if there are no others.
-    examined = [(source, source.op.analysis) for source in candidates if source.had_inf_input]
-    had_inf_input = [source for source, analysis in examined if analysis is not None and "nan" in analysis.kinds]
+    examined = [source for source in candidates if source.had_inf_input and source.op.analysis]
+    had_inf_input = [source for source in examined if "nan" in source.analysis.kinds]
     written = [source for source in candidates if not source.had_inf_input and source not in sources]
     misused = [source for source in written if writes_infinity(source.op) and feeds_product(source.op, sliced)]
     numbers = [

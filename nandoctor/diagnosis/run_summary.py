@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import linecache
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -137,7 +137,8 @@ def read_excerpt(source: SourceLine) -> SourceExcerpt | None:
         return None
     end_line = min(source.end_line or source.line, len(lines), source.line + _MAX_LINES)
     tree = parse("".join(lines))
-    scopes = [] if tree is None else list(_scopes(tree, source.line))
+    nodes = [] if tree is None else [node for node in ast.walk(tree) if isinstance(node, _Scope)]  # outer ones first
+    scopes = [node for node in nodes if node.lineno <= source.line <= (node.end_lineno or node.lineno)]
     inner = next((scope for scope in reversed(scopes) if not isinstance(scope, ast.ClassDef)), None)
     first = max(inner.lineno if inner else 1, source.line - CONTEXT)
     last = min(inner.end_lineno or len(lines) if inner else len(lines), end_line + CONTEXT)
@@ -159,11 +160,3 @@ def _place(line: str, offset: int | None) -> int:
     """Return the column of a byte offset in the line, in characters and with tabs expanded."""
     before = line.encode()[: offset or 0].decode(errors="replace")
     return min(len(before.expandtabs(_TAB)), _LONGEST_LINE)
-
-
-def _scopes(tree: ast.AST, line: int) -> Iterator[_Scope]:
-    for node in ast.iter_child_nodes(tree):
-        if getattr(node, "lineno", line) <= line <= (getattr(node, "end_lineno", None) or line):
-            if isinstance(node, _Scope):
-                yield node
-            yield from _scopes(node, line)
