@@ -27,11 +27,9 @@ from nandoctor.diagnosis.origin import describe_first, diagnose_outside, needs_c
 from nandoctor.diagnosis.run_summary import outputs_differ, read_excerpt, summarize_runs
 from nandoctor.diagnosis.verdict import (
     advise,
-    describe_blindness,
-    describe_draws_of_gpu,
     describe_idle_state,
-    describe_narrow_reference,
     describe_no_graph,
+    describe_runs,
     doubt_draws,
     doubt_precision,
     judge,
@@ -173,6 +171,7 @@ def _write_report(replayed: Replayed, findings: Findings, preparation: Preparati
     first, *others = shown.diagnoses or (None,)
     place = shown.first_nonfinite
     failing = reference if shown.in_fp32 else trace
+    draws_on_gpu = findings.random and step.mode.device.type == "cuda"
     called = f"Replayed as {step.call.description} in {mode_text(trace.seed, trace.training)}."
     known, same = step.loss is not None, replayed.reproduction.grade == "exact"
     # The excerpt shows the expression that the headline names: the cause's own, else the origin's.
@@ -197,9 +196,7 @@ def _write_report(replayed: Replayed, findings: Findings, preparation: Preparati
             *dict.fromkeys((*replayed.notes, *preparation.notes)),
             *findings.notes,
             *describe_idle_state(verdict, summary, trace.built),
-            *describe_blindness(trace),
-            *describe_narrow_reference(reference, step.low),
-            *([describe_draws_of_gpu()] if findings.random and step.mode.device.type == "cuda" else []),
+            *describe_runs(trace, reference, step.low, draws_on_gpu=draws_on_gpu),
         ),
         next_steps=advise(verdict, summary, findings.gaps, has_loss=known, same_output=same, built=trace.built),
         difference=findings.difference,
@@ -318,7 +315,7 @@ def _diagnose_backward(step: FailingStep, findings: Findings) -> Findings:
     reference = findings.reference if findings.reference.backward else step.run(REFERENCE, watch).trace
     unscaled = Watch(stage="backward at scale 1", statistics="none", backward=True, ends_early=True)
     fixed = scale > 1 and not step.run(None, unscaled, (SetLossScale(value=1.0),)).trace.bad_gradients
-    found = conclude_backward(trace, reference, step.low, loss_scale=scale, fixed_by_scale=fixed)
+    found = conclude_backward(trace, reference, step.low, scale if fixed else None)
     if findings.verdict == "silent":
         return replace(findings, conclusion=findings.conclusion.followed_by(found))
     verdict = judge_backward(trace, reference, found, fixed_by_scale=fixed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -132,14 +132,13 @@ class GradientFinding(_AnalysedOp):
     """A backward op that made non-finite gradients of finite ones.
 
     `forward` is the op that it belongs to, None for a custom Function. `reference_is_finite` is True if the fp32 run's
-    gradients are finite at the same op, `fixed_by_scale` if all gradients are finite at loss scale 1. `discarded_by` is
-    the later op that discards the forward's result where the derivative is infinite.
+    gradients are finite at the same op. `excess_scale` is the loss scale if all are finite without it. `discarded_by`
+    is the later op that discards the forward's result where the derivative is infinite.
     """
 
     forward: OpCall | None
     reference_is_finite: bool
-    fixed_by_scale: bool = False
-    loss_scale: float = 1.0
+    excess_scale: float | None = None
     discarded_by: OpCall | None = None
 
 
@@ -229,14 +228,20 @@ def find_zeros_behind(tensor: OpTensor, ops: Mapping[int, OpCall]) -> OpTensor |
 
     It is followed along ops that give nothing but zeros.
     """
-    waiting, seen = [tensor], set[int]()
-    for taken in waiting:  # it grows meanwhile
-        made = taken.producer
-        if only_value(taken.stats) == 0 and made is not None and made in ops and made not in seen:
-            seen.add(made)
-            waiting += ops[made].inputs
-    zeros = (taken for taken in waiting if taken.path and only_value(taken.stats) == 0)
+    zeros = (taken for taken in _walk_back([tensor], ops, lambda taken: only_value(taken.stats) == 0) if taken.path)
     return min(zeros, key=lambda taken: taken.origin != "weight", default=None)
+
+
+def _walk_back(
+    tensors: Iterable[OpTensor], ops: Mapping[int, OpCall], follows: Callable[[OpTensor], bool]
+) -> Iterator[OpTensor]:
+    """Yield those tensors that are followed, then those that the ops that made them took, and so on."""
+    waiting, seen = [*tensors], set[int | None]()
+    for tensor in waiting:  # it grows meanwhile
+        if follows(tensor):
+            yield tensor
+            waiting += ops[tensor.producer].inputs if tensor.producer in ops.keys() - seen else ()
+            seen.add(tensor.producer)
 
 
 def list_behind(sites: Set[OpSite], ops: Iterable[OpCall]) -> frozenset[str]:
@@ -245,14 +250,9 @@ def list_behind(sites: Set[OpSite], ops: Iterable[OpCall]) -> frozenset[str]:
     Whole numbers and flags are not followed: a mask does not change when what it was compared from moves a little.
     """
     made = {op.order: op for op in ops if op.phase != "backward"}
-    waiting = [tensor for op in made.values() if site_of(op) in sites for tensor in op.inputs]
-    found, seen = set[str](), set[int | None]()
-    for tensor in waiting:  # it grows meanwhile
-        if tensor.stats is not None:
-            found.add(tensor.path)
-            waiting += made[tensor.producer].inputs if tensor.producer in made.keys() - seen else ()
-            seen.add(tensor.producer)
-    return frozenset(found - {""})
+    taken = (tensor for op in made.values() if site_of(op) in sites for tensor in op.inputs)
+    behind = _walk_back(taken, made, lambda tensor: tensor.stats is not None)
+    return frozenset(tensor.path for tensor in behind if tensor.path)
 
 
 def list_makers(sites: Set[OpSite], ops: Iterable[OpCall]) -> frozenset[OpSite]:

@@ -32,7 +32,7 @@ from nandoctor.causes.sentences import argument, subject
 from nandoctor.changes.places import singular_inputs
 from nandoctor.changes.signs import is_nonnegative
 from nandoctor.evidence.report import Account, Evidence
-from nandoctor.evidence.trace import Operand, OpTensor
+from nandoctor.evidence.trace import OpCall, OpTensor
 from nandoctor.ops import CASTS, DIVISIONS, DOMAINS, NORMALISATIONS
 from nandoctor.text import are, code, number, plural
 
@@ -46,7 +46,8 @@ def diagnose(finding: Finding) -> Account | None:
         return None
     if finding.op.op in NORMALISATIONS:
         return None if finding.had_inf_input else _explain_norm(finding)
-    denominator = _denominator(finding)
+    divisor = _divisor(finding.op)
+    denominator = None if divisor is None else finding.operand(divisor.name)
     if denominator is not None and denominator.counts.num_zero:
         return _explain(finding, denominator.name, denominator.counts.num_zero)
     if finding.op.op in DIVISIONS and ("other", 0.0) in finding.op.scalars:
@@ -86,20 +87,18 @@ def _explain_norm(finding: Finding) -> Account:
     )
 
 
-def _denominator(finding: Finding) -> Operand | None:
-    op = finding.op
-    if op.op in DIVISIONS or op.op == "_weight_norm" or (op.op == "pow" and any(value < 0 for _, value in op.scalars)):
-        return next((finding.operand(tensor.name) for tensor in singular_inputs(op)), None)
-    return None
+def _divisor(op: OpCall) -> OpTensor | None:
+    is_negative_power = op.op == "pow" and any(value < 0 for _, value in op.scalars)
+    divides = op.op in DIVISIONS or op.op == "_weight_norm" or is_negative_power
+    return next(iter(singular_inputs(op)), None) if divides else None
 
 
 def suggest(finding: Finding) -> Iterator[Candidate]:
     """Rewrite the quotient without exponentials that round to 0; else keep the denominator off zero."""
     yield from stable_forms(finding.op, finding.ops)
     yield from stable_variances(finding.op, finding.ops)
-    denominator = _denominator(finding)
-    if denominator is not None:
-        divisor = next(tensor for tensor in finding.op.inputs if tensor.name == denominator.name)
+    divisor = _divisor(finding.op)
+    if divisor is not None:
         counts = (1.0,) if _is_count(finding, divisor) else ()
         of_root = finding.op.op in DOMAINS and not is_whole_power(finding.op)
         signed = not (of_root or is_nonnegative(divisor, finding.ops))

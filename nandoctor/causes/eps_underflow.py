@@ -116,26 +116,22 @@ def _lost_constants(singular: OpCall, finding: Finding | GradientFinding) -> Ite
     """Yield the small constants before the singular op that their format lost, nearest first."""
     if singular.op not in SINGULAR_INPUTS:
         return
-    ops = finding.ops
-    if not finding.reference_is_finite:
-        for tensor in singular_inputs(singular):
-            subtracted = set(_subtracted(singular, tensor, ops))
-            for op in ancestors(ops, tensor, _DEPTH):
-                zero = [lost for lost in _small_constants(op, finding) if op.op in _ADDING and _vanishes(lost)]
-                is_margin = op.op in _BOUNDING and (op.order in subtracted or _ends_at_one(singular))
-                gaps = _gaps_beside_one(op, finding) if is_margin else []
-                yield from (lost for lost in (*zero, *gaps) if lost.dtype == FP32)
-        return
-    yield from (lost for lost in _small_constants(singular, finding) if lost.dtype.round(lost.eps) == 0)
+    ops, fails_in_fp32 = finding.ops, not finding.reference_is_finite
+    if not fails_in_fp32:
+        yield from (lost for lost in _small_constants(singular, finding) if lost.dtype.round(lost.eps) == 0)
     for tensor in singular_inputs(singular):
         subtracted = set(_subtracted(singular, tensor, ops))
         near = {op.order for op in ancestors(ops, tensor, _DEPTH, through=_PASSING_ON)}
         for op in ancestors(ops, tensor, _DEPTH):
-            for lost in _small_constants(op, finding) if op.op in _ADDING else ():
-                if _vanishes(lost) or (op.order in subtracted and _is_absorbed(lost)):
-                    yield lost
-            is_margin = op.op in _BOUNDING or _is_inside(singular, tensor)
-            yield from _gaps_beside_one(op, finding) if is_margin and op.order in subtracted | near else ()
+            small = _small_constants(op, finding) if op.op in _ADDING else ()
+            is_absorbing = op.order in subtracted and not fails_in_fp32
+            found = [lost for lost in small if _vanishes(lost) or (is_absorbing and _is_absorbed(lost))]
+            if fails_in_fp32:
+                is_margin = op.op in _BOUNDING and (op.order in subtracted or _ends_at_one(singular))
+            else:
+                is_margin = (op.op in _BOUNDING or _is_inside(singular, tensor)) and op.order in subtracted | near
+            found += _gaps_beside_one(op, finding) if is_margin else []
+            yield from (lost for lost in found if lost.dtype == FP32 or not fails_in_fp32)
 
 
 def _subtracted(singular: OpCall, tensor: OpTensor, ops: Mapping[int, OpCall]) -> Iterator[int]:

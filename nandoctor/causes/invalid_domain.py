@@ -51,11 +51,10 @@ def _explain_domain(finding: Finding, outside: float) -> Account:
     domain, num_bad = DOMAINS[finding.op.op], finding.analysis.num_bad
     argument = "argument" if domain.argument in ("self", "other") else domain.argument
     taken = operand(finding.op, domain.argument) or f"The {argument} of {finding.op.op}"
-    reached, undefined = number(outside), "infinite there"
-    if outside < domain.low:
-        reached, undefined = number(outside, unlike=domain.low), f"undefined below {number(domain.low)}"
-    elif outside > domain.high:
-        reached, undefined = number(outside, unlike=domain.high), f"undefined above {number(domain.high)}"
+    passed = domain.low if outside < domain.low else domain.high if outside > domain.high else None
+    side = "below" if outside < domain.low else "above"
+    reached = number(outside, unlike=passed)
+    undefined = "infinite there" if passed is None else f"undefined {side} {number(passed)}"
     in_fp32 = f", because of rounding to {finding.low}: in fp32 it stays inside" if finding.reference_is_finite else ""
     return Account(
         headline=f"{taken} reaches {reached}, and {finding.op.op} is {undefined}",

@@ -30,16 +30,16 @@ PHASES = ("backward",)
 
 def diagnose(finding: GradientFinding) -> Account | None:
     """Explain an overflow that is gone at loss scale 1."""
-    if not finding.fixed_by_scale:
+    if finding.excess_scale is None:
         return None
-    scale, limit = number(finding.loss_scale), number(finding.low.max)
+    scale, limit = number(finding.excess_scale), number(finding.low.max)
     exceeds = f"At a loss scale of {scale} {gradient_at(finding.op)} exceeds"
     return Account(
         headline=f"{exceeds} {limit}, the largest number of {finding.low}",
         explanation=f"{exceeds} what {finding.low} holds ({limit}); at scale 1 every gradient is finite, so GradScaler "
         "halves the scale until they are.",
         evidence=(
-            Evidence("loss_scale", finding.loss_scale, f"the loss scale was {scale}"),
+            Evidence("loss_scale", finding.excess_scale, f"the loss scale was {scale}"),
             *gradient_evidence(finding),
         ),
     )
@@ -47,5 +47,6 @@ def diagnose(finding: GradientFinding) -> Account | None:
 
 def suggest(finding: GradientFinding) -> Iterator[Candidate]:
     """Halve the loss scale, as GradScaler will, until the gradients are finite: at 1 they are."""
-    halvings = range(1, math.floor(math.log2(finding.loss_scale)) + 1)
-    yield tuple(SetLossScale(value=finding.loss_scale / 2**count) for count in halvings)
+    assert finding.excess_scale is not None
+    halvings = range(1, math.floor(math.log2(finding.excess_scale)) + 1)
+    yield tuple(SetLossScale(value=finding.excess_scale / 2**count) for count in halvings)

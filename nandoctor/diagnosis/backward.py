@@ -31,19 +31,20 @@ _ALWAYS_OVERFLOW = EXPONENTIALS - {"pow"}
 
 
 def conclude_backward(
-    trace: Trace, reference: Trace, low: FloatFormat, *, loss_scale: float, fixed_by_scale: bool
+    trace: Trace, reference: Trace, low: FloatFormat, excess_scale: float | None = None
 ) -> Conclusion:
-    """Diagnose where gradients stop being finite, in the order of the backward pass; fp32's failure comes first."""
-    found = _conclude_run(trace, reference, low, loss_scale=loss_scale, fixed_by_scale=fixed_by_scale)
+    """Diagnose where gradients stop being finite, in the order of the backward pass; fp32's failure comes first.
+
+    `excess_scale` is the loss scale if all gradients are finite without it.
+    """
+    found = _conclude_run(trace, reference, low, excess_scale)
     if reference is trace or not reference.bad_gradients:
         return found
-    in_fp32 = _conclude_run(reference, reference, FP32, loss_scale=loss_scale, fixed_by_scale=False)
+    in_fp32 = _conclude_run(reference, reference, FP32, None)
     return replace(in_fp32, in_fp32=True).followed_by(found) if in_fp32.diagnoses else found
 
 
-def _conclude_run(
-    trace: Trace, reference: Trace, low: FloatFormat, *, loss_scale: float, fixed_by_scale: bool
-) -> Conclusion:
+def _conclude_run(trace: Trace, reference: Trace, low: FloatFormat, excess_scale: float | None) -> Conclusion:
     ops, references = {op.order: op for op in trace.ops}, {op.key: op for op in reference.ops}
     found: dict[object, tuple[Diagnosis, Suspect | None]] = {}
     healthy = {op.key for op in reference.backward if op.outputs_finite}
@@ -57,8 +58,7 @@ def _conclude_run(
             forward=None if op.forward is None else ops[op.forward],
             # A cast to fp32 has no backward in a run that is fp32 throughout.
             reference_is_finite=op.key not in sick and (op.key in healthy or not reference.bad_gradients),
-            fixed_by_scale=fixed_by_scale,
-            loss_scale=loss_scale,
+            excess_scale=excess_scale,
             ops=ops,
             low=low,
             references=references,

@@ -7,14 +7,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nandoctor.causes.base import Candidate, Finding, GradientFinding, OutsideTensor, UpdateFinding, is_constant
+from nandoctor.causes.base import (
+    Candidate,
+    CausePhase,
+    Finding,
+    GradientFinding,
+    OutsideTensor,
+    UpdateFinding,
+    is_constant,
+)
 from nandoctor.causes.mask_constant_overflow import fitting_constants
 from nandoctor.causes.registry import find_cause, suggest_changes
 from nandoctor.changes.places import site_of
 from nandoctor.diagnosis.dimensions import name_dimensions, with_samples
 from nandoctor.diagnosis.origin import (
     NonfiniteTrace,
-    OutsideKind,
     diagnose_optimizer,
     diagnose_outside,
     find_nonfinite_places,
@@ -389,7 +396,7 @@ def _from_outside(found_trace: NonfiniteTrace, trace: Trace) -> Iterator[_Found]
                 yield op.order, diagnosis, None
 
 
-def _kind(op: OpCall, tensor: OpTensor, found_trace: NonfiniteTrace) -> OutsideKind:
+def _kind(op: OpCall, tensor: OpTensor, found_trace: NonfiniteTrace) -> CausePhase:
     if tensor.origin == "batch":
         return "input" if op.phase == "forward" and not _is_target(op, tensor, found_trace) else "target"
     return "weight" if tensor.origin == "weight" else "buffer"

@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 
 from nandoctor.causes.base import (
+    CausePhase,
     Finding,
     OutsideTensor,
     feeds_product,
@@ -311,14 +312,10 @@ def _is_meant(source: Finding, ops: Sequence[OpCall], reference: Trace) -> bool:
     return source.op.analysis is None or same.analysis is None or source.op.analysis.num_bad <= same.analysis.num_bad
 
 
-OutsideKind = Literal["weight", "buffer", "input", "target"]
-"""The kind of a tensor from outside: state of the model, or an array that the forward or only the loss reads."""
-
-
 def diagnose_outside(
-    kind: OutsideKind, name: str, stats: TensorStats, trace: Trace | None = None
+    kind: CausePhase, name: str, stats: TensorStats, trace: Trace | None = None
 ) -> tuple[Diagnosis, ...]:
-    """Diagnose a tensor that was non-finite from the start; empty if it was not."""
+    """Diagnose a weight, buffer, input or target that was non-finite from the start; empty if it was not."""
     low, built = (trace.format, name in trace.built) if trace else (None, False)
     cause = find_cause(kind, OutsideTensor(name=name, stats=stats, low=low, built=built))
     if cause is None:

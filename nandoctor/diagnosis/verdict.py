@@ -165,14 +165,6 @@ def judge_unfailing(verdict: Verdict, gaps: tuple[Gap, ...], flags: SavedFlags) 
     return "not-reproduced" if flags.loss is not None or flags.gradients else "healthy"
 
 
-def describe_draws_of_gpu() -> str:
-    """Return a note that a GPU's dropout masks depend on the format, by which kernels draw more or fewer at a time."""
-    return (
-        "The step draws random numbers, and a GPU draws others in fp32 than in half precision: the fp32 run, and the "
-        "run with a change, may have another dropout mask. Without --device all runs draw the same."
-    )
-
-
 def with_gaps(
     findings: Findings, reproduction: Reproduction, flags: SavedFlags, draws: tuple[Gap, ...], *, has_loss: bool
 ) -> Findings:
@@ -192,26 +184,25 @@ def with_gaps(
     )
 
 
-def describe_blindness(trace: Trace) -> tuple[str, ...]:
-    """Return a note that the origin is no finer than a module if the ops could not be traced."""
-    if trace.blinded is None:
-        return ()
-    reason = shorten(trace.blinded, 90)
-    return (f"The operations could not be traced ({reason}), so the origin is only narrowed down to a module.",)
-
-
-def describe_narrow_reference(reference: Trace, low: FloatFormat) -> tuple[str, ...]:
-    """Return a note on ops that a non-finite fp32 run computed in low precision, which may then be the cause."""
+def describe_runs(trace: Trace, reference: Trace, low: FloatFormat, *, draws_on_gpu: bool) -> Iterator[str]:
+    """Yield what makes the runs tell less: ops that could not be traced, or not be widened, and draws that differ."""
+    if trace.blinded is not None:
+        reason = shorten(trace.blinded, 90)
+        yield f"The operations could not be traced ({reason}), so the origin is only narrowed down to a module."
     formats = {low, FP8_E4M3, FP8_E5M2} - {FP32}
     narrow = [(op, stats.dtype) for op in reference.ops for stats in op.outputs if stats.dtype in formats]
-    if reference.finite or not narrow:
-        return ()
-    op, dtype = narrow[0]
-    line = f", {file_line(op.source.file, op.source.line)}" if op.source else ""
-    return (
-        f"The fp32 run still computed {plural(len(narrow), 'operation')} in {dtype} (first: {op.op}{line}), "
-        "which could not be widened: a failure in both runs may still be one of precision.",
-    )
+    if not reference.finite and narrow:
+        op, dtype = narrow[0]
+        line = f", {file_line(op.source.file, op.source.line)}" if op.source else ""
+        yield (
+            f"The fp32 run still computed {plural(len(narrow), 'operation')} in {dtype} (first: {op.op}{line}), "
+            "which could not be widened: a failure in both runs may still be one of precision."
+        )
+    if draws_on_gpu:  # its kernels draw more or fewer at a time, by the format
+        yield (
+            "The step draws random numbers, and a GPU draws others in fp32 than in half precision: the fp32 run, and "
+            "the run with a change, may have another dropout mask. Without --device all runs draw the same."
+        )
 
 
 def _damaged(dump: DumpSummary, built: Collection[str]) -> list[ArraySummary]:

@@ -129,7 +129,7 @@ def _conclude_with(edit: Edit, trials: Trials, writer: ChangeWriter) -> Conclusi
     if not trace.finite:
         conclusion = conclude(trace, reference, step.low)
     elif trace.bad_gradients:
-        conclusion = conclude_backward(trace, reference, step.low, loss_scale=1.0, fixed_by_scale=False)
+        conclusion = conclude_backward(trace, reference, step.low)
     else:
         return Conclusion()
     stands_in = step.loss is surrogate_loss and any(lead.site.module == LOSS for lead in conclusion.suspects)
