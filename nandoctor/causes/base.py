@@ -319,7 +319,7 @@ def clamp_candidate(op: OpCall, argument: str, bounds: Sequence[tuple[float | No
     return tuple(ClampArgument(site=site_of(op), argument=argument, low=low, high=high) for low, high in bounds)
 
 
-def off_zero(op: OpCall, argument: str, smallest: Sequence[float] = OFF_ZERO, *, signed: bool) -> Candidate:
+def off_zero_candidate(op: OpCall, argument: str, smallest: Sequence[float] = OFF_ZERO, *, signed: bool) -> Candidate:
     """Return changes that keep an argument of an op, "" for its result, each of these distances from zero.
 
     It keeps its sign if `signed`.

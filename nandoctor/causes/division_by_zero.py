@@ -24,7 +24,7 @@ from nandoctor.causes.base import (
     find_zeros_behind,
     guard_candidate,
     is_whole_power,
-    off_zero,
+    off_zero_candidate,
     outside_domain,
 )
 from nandoctor.causes.log_space import stable_forms, stable_variances
@@ -102,7 +102,7 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
         counts = (1.0,) if _is_count(finding, divisor) else ()
         of_root = finding.op.op in DOMAINS and not is_whole_power(finding.op)
         signed = not (of_root or is_nonnegative(divisor, finding.ops))
-        clamps = off_zero(finding.op, divisor.name, (*counts, *OFF_ZERO), signed=signed)
+        clamps = off_zero_candidate(finding.op, divisor.name, (*counts, *OFF_ZERO), signed=signed)
         guard = guard_candidate(finding.op)
         if finding.op.op == "pow" or not guard or "nan" not in finding.analysis.kinds:
             yield (*clamps[: len(counts)], *guard, *clamps[len(counts) :])  # a clamp would make up a large number
@@ -113,7 +113,7 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
         takers = [op for op in finding.ops.values() if any(taken.producer in moved for taken in op.inputs)]
         if len(takers) > len(makers):  # as a scale that is divided by, and multiplied with again
             # A cancelling numerator, as in (1 - exp(-k)) / k, needs a larger bound.
-            yield off_zero(makers[-1], "", signed=signed)
+            yield off_zero_candidate(makers[-1], "", signed=signed)
 
 
 def _is_count(finding: Finding, tensor: OpTensor) -> bool:

@@ -26,7 +26,7 @@ from nandoctor.causes.base import (
     GradientFinding,
     gradient_evidence,
     guard_candidate,
-    off_zero,
+    off_zero_candidate,
     singular_edge,
 )
 from nandoctor.causes.invalid_domain import clamp_into_domain
@@ -100,5 +100,5 @@ def suggest(finding: GradientFinding) -> Iterator[Candidate]:
     only = [it.name for it in forward.inputs] if len(forward.inputs) == 1 else zeros
     names = ["other"] if forward.op in _OF_TWO else only
     yield (*clamp_into_domain(forward), *guards) or tuple(
-        edit for name in names for edit in off_zero(forward, name, signed=True)
+        edit for name in names for edit in off_zero_candidate(forward, name, signed=True)
     )

@@ -22,7 +22,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from nandoctor.causes.base import Candidate, Finding, clamp_candidate, is_whole_power, off_zero, outside_domain
+from nandoctor.causes.base import (
+    Candidate,
+    Finding,
+    clamp_candidate,
+    is_whole_power,
+    off_zero_candidate,
+    outside_domain,
+)
 from nandoctor.causes.log_space import stable_variances
 from nandoctor.causes.sentences import argument, operand, subject
 from nandoctor.evidence.report import Account, Evidence
@@ -107,7 +114,7 @@ def clamp_into_domain(op: OpCall) -> Candidate:
     if domain is None:
         return ()
     if is_whole_power(op):
-        return off_zero(op, "self", _MARGINS, signed=True)
+        return off_zero_candidate(op, "self", _MARGINS, signed=True)
     is_smooth = op.op == "pow" and dict(op.scalars).get("exponent", 0.0) >= 1
     nearest = _MARGINS if domain.low == 0 else _MARGINS[1:]  # next to any other edge fp32 loses 1e-12
     margins = (0.0, *nearest) if is_smooth else nearest

@@ -26,7 +26,7 @@ from nandoctor.causes.base import (
     Candidate,
     Finding,
     OutsideTensor,
-    off_zero,
+    off_zero_candidate,
     outside_domain,
     singular_edge,
     writes_infinity,
@@ -150,4 +150,4 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
     domain = DOMAINS.get(finding.op.op)
     argument = finding.op.find_input(domain.argument) if domain is not None else None
     if finding.op.inside is not None and argument is not None:  # no text of ours has the op, but one may make the zero
-        yield from (off_zero(maker, "", signed=False) for maker in [*finding.sources(argument)][-1:])
+        yield from (off_zero_candidate(maker, "", signed=False) for maker in [*finding.sources(argument)][-1:])
