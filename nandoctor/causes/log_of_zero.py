@@ -28,7 +28,6 @@ from nandoctor.causes.base import (
     OutsideTensor,
     off_zero_candidate,
     outside_domain,
-    singular_edge,
     writes_infinity,
 )
 from nandoctor.causes.invalid_domain import clamp_into_domain
@@ -89,10 +88,14 @@ def _diagnose_logarithm(finding: Finding) -> Account | None:
     op = finding.op.op
     if op not in LOGARITHMS or finding.overflowed or outside_domain(finding) is not None:
         return None
-    domain, edge = DOMAINS[op], singular_edge(finding.op)
+    domain = DOMAINS[op]
     argument = finding.operand(domain.argument)
-    if argument is None or edge is None:
+    if argument is None:
         return None
+    meets_low = argument.counts.num_zero > 0 if domain.low == 0 else argument.min == domain.low
+    if not meets_low and argument.max != domain.high:
+        return None
+    edge = domain.low if meets_low else domain.high
     zeros = argument.counts.num_zero
     text = f"the argument is exactly {constant(edge)}"
     if edge == 0:
