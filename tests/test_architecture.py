@@ -34,13 +34,13 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_894, "tests": 32_131, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_897, "tests": 32_131, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_976,
     "autocast": 830,
     "capture": 2_605,
-    "causes": 2_662,
+    "causes": 2_665,
     "changes": 3_148,
     "cli": 889,
     "diagnosis": 1_983,
