@@ -227,6 +227,8 @@ def test_a_loss_that_is_not_replayed_cannot_be_told(project):
     assert result.exit_code == 125
     assert "which is not in the file" in words(result.stdout)
     assert "--loss FILE.py:NAME" in result.stdout
+    case = nandoctor.replay(dump)
+    assert (case.verdict, case.finite) == ("cannot-tell", False)
 
 
 def test_what_cannot_be_run_cannot_be_told(project):

@@ -1,5 +1,7 @@
 """Which dumps belong together."""
 
+import pytest
+
 from nandoctor.evidence.triage import CodePlace, DumpFinding, DumpResult
 from nandoctor.fleet.triage import group_results
 
@@ -12,30 +14,21 @@ def result(path, cause="eps-underflow", *, verdict="precision", grade="exact", *
     return DumpResult(path=path, key=path, outcome="analysed", finding=finding)
 
 
-def test_a_line_of_code_makes_a_group():
-    results = [
-        result("a", file="net.py", line=45, module="blocks.0.norm", type="Norm"),
-        result("b", file="net.py", line=45, module="blocks.7.norm", type="Norm"),
-        result("c", file="net.py", line=46, module="blocks.0.norm", type="Norm"),
-    ]
-    groups = group_results(results)
+FIRST, LATER = {"module": "blocks.0.norm", "type": "Norm"}, {"module": "blocks.7.norm", "type": "Norm"}
+HEAD = {"module": "head", "type": "Linear"}
+LINE = {"file": "net.py", "line": 45}
+GROUPS = {
+    "a line of code": ({**LINE, **FIRST}, {**LINE, **LATER}, {"file": "net.py", "line": 46, **FIRST}),
+    "one line that fails for two reasons": ({}, {}, {"cause": "reduction-overflow"}),
+    "repeated modules without a line": (FIRST, LATER, HEAD),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_the_first_two_are_a_group(name):
+    groups = group_results([result(path, **given) for path, given in zip("abc", GROUPS[name], strict=True)])
     assert [group.paths for group in groups] == [("a", "b"), ("c",)]
-    assert groups[0].modules == ("blocks.0.norm", "blocks.7.norm")
-
-
-def test_one_line_may_fail_for_two_reasons():
-    results = [result("a", "eps-underflow"), result("b", "reduction-overflow"), result("c", "eps-underflow")]
-    assert [group.cause for group in group_results(results)] == ["eps-underflow", "reduction-overflow"]
-
-
-def test_repeated_modules_without_a_line_are_one_group():
-    state = {"cause": "poisoned-weights", "verdict": "state"}
-    results = [
-        result("a", **state, module="blocks.0.norm", type="LayerNorm"),
-        result("b", **state, module="blocks.3.norm", type="LayerNorm"),
-        result("c", **state, module="head", type="Linear"),
-    ]
-    assert sorted(group.paths for group in group_results(results)) == [("a", "b"), ("c",)]
+    assert groups[0].modules == tuple(dict.fromkeys(given.get("module", "norm") for given in GROUPS[name][:2]))
 
 
 def test_what_did_not_fail_comes_last_in_one_group():

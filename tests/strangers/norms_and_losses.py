@@ -4,12 +4,12 @@ import math
 import re
 
 import torch
-from tiny_models import Chain
+from tiny_models import Chain, Returns
 from torch import nn
 from torch.nn.functional import binary_cross_entropy, kl_div, normalize
 
 from strangers.rows import Rows
-from strangers.visits import Applied, Between, Lifted, mean, normal
+from strangers.visits import Between, Lifted, mean, normal
 
 rows = Rows()
 BATCH, IMAGE = {"x": normal(4, 8)}, {"image": normal(2, 3, 8, 8)}
@@ -34,7 +34,7 @@ class Pixels(nn.Module):
 @rows("numerics middle.norm * division-by-zero", BATCH, lambda: nn.LayerNorm(8, eps=0.0), name="layer norm")
 @rows("numerics middle.norm * division-by-zero", BATCH, lambda: nn.GroupNorm(2, 8, eps=0.0), name="group norm")
 def norm_without_eps_of_something_constant(make):
-    return Between(Chain(zero=Applied(lambda x: 0 * x), norm=make()))
+    return Between(Chain(zero=Returns(lambda x: 0 * x), norm=make()))
 
 
 POLES = {
@@ -48,7 +48,7 @@ for op, function in POLES.items():
 
 @rows("* middle prod reduction-overflow", {"x": normal(4, 64)})
 def product_that_even_float64_cannot_hold():
-    likelihood = Applied(lambda x: torch.prod(1e30 * (1 + x.float().abs()), -1, keepdim=True).expand_as(x))
+    likelihood = Returns(lambda x: torch.prod(1e30 * (1 + x.float().abs()), -1, keepdim=True).expand_as(x))
     return Between(likelihood, width=64)
 
 

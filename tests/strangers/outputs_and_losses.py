@@ -3,11 +3,12 @@
 import math
 
 import torch
+from tiny_models import Returns
 from torch import nn
 from torch.nn.functional import cross_entropy, ctc_loss, mse_loss
 
 from strangers.rows import Rows
-from strangers.visits import Applied, Between, louder, normal
+from strangers.visits import Between, louder, normal
 
 rows = Rows()
 LEGAL = torch.tensor([[True, True, False, True, True, False]] * 4)
@@ -49,7 +50,7 @@ class MaskThatDoesNotHideASickGradient(nn.Linear):
 
 
 def saturated(cut):
-    return Between(Applied(lambda x: cut(x.half() * 6e4)))
+    return Between(Returns(lambda x: cut(x.half() * 6e4)))
 
 
 CUTS = {"clamp": lambda x: x.clamp(-1, 1), "sigmoid": torch.sigmoid, "tanh": torch.tanh}

@@ -17,12 +17,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from tiny_models import Returns
 from torch import nn
 
 import nandoctor
 from nandoctor.evidence.report import Report
 from nandoctor.evidence.trace import SourceLine
-from strangers.visits import Applied, Between, Lifted
+from strangers.visits import Between, Lifted
 
 ANY: Any = ...
 """Stands for whatever the report says there."""
@@ -106,11 +107,11 @@ class Rows(list[Row]):
 
     def applied(self, words, batch, **more):
         """Add a row for the decorated function alone, as a model without weights."""
-        return self(words, batch, make=Applied, **more)
+        return self(words, batch, make=Returns, **more)
 
 
 def _between(middle):
-    return Between(middle() if isinstance(middle, type) else Applied(middle))
+    return Between(middle() if isinstance(middle, type) else Returns(middle))
 
 
 FIELDS = {item.name for item in fields(Expect)}

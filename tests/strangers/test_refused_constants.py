@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from tiny_models import Returns
 
 from nandoctor.errors import ModelError
 from strangers.refused_constants import BATCH, attends
-from strangers.visits import Applied, Between, normal
+from strangers.visits import Between, normal
 
 
 def test_a_bound_that_torch_refuses_and_that_hides_nothing(examine):
@@ -21,5 +22,5 @@ def test_code_that_takes_half_alone_is_told_of_the_reference(examine):
         return x * 1e6
 
     with pytest.raises(ModelError, match=r"this kernel takes half \(in fp32, which nandoctor compares with\)"):
-        examine(Between(Applied(kernel)), {"x": normal(3, 8)})
-    assert examine(Between(Applied(lambda x: x * 1e6)), {"x": normal(3, 8)}).verdict == "precision"
+        examine(Between(Returns(kernel)), {"x": normal(3, 8)})
+    assert examine(Between(Returns(lambda x: x * 1e6)), {"x": normal(3, 8)}).verdict == "precision"

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-import nandoctor
 from nandoctor.step import setup
 from strangers.visits import blamed, normal
 from strangers.written_infinities import CAUSAL
+
+UNPADDED = {"x": normal(3, 5, 4), "padding": torch.zeros(3, 5, dtype=torch.bool)}
 
 
 class Sloped(nn.Module):
@@ -27,20 +28,18 @@ class Sloped(nn.Module):
 
 @pytest.mark.parametrize("is_large", [False, True])
 @pytest.mark.parametrize(("spoilt", "cause"), [(False, "fully-masked-softmax"), (True, "poisoned-buffers")])
-def test_a_buffer_that_the_model_fills_with_a_mask(tmp_path, monkeypatch, spoilt, cause, is_large):
+def test_a_buffer_that_the_model_fills_with_a_mask(replay, monkeypatch, spoilt, cause, is_large):
     """What the constructor writes itself is no damage; one -inf more is. A large model is built unfilled."""
     monkeypatch.setattr(setup, "_UNFILLED_NBYTES", 0 if is_large else math.inf)
-    padding = torch.zeros(3, 5, dtype=torch.bool)
+    model, padding = Sloped(), UNPADDED["padding"].clone()
     padding[1, 0] = True
-    state = Sloped().state_dict()
-    state["bias"][2, 1] = -math.inf if spoilt else -1.0
-    torch.save({"state_dict": state, "x": normal(3, 5, 4), "padding": padding}, tmp_path / "dump.pth")
-    report = nandoctor.replay(tmp_path / "dump.pth", model=Sloped, fixes=False).report
+    model.bias[2, 1] = -math.inf if spoilt else -1.0
+    report = replay(model, {**UNPADDED, "padding": padding}, builds=Sloped, fixes=False)
     assert report.cause.code == cause
     assert (report.verdict == "state") == spoilt
 
 
-def test_a_mask_beside_a_broken_buffer_is_not_reset(tmp_path):
+def test_a_mask_beside_a_broken_buffer_is_not_reset(replay):
     """The verified reset of the statistics would have let the model look ahead."""
 
     class Normed(Sloped):
@@ -51,11 +50,9 @@ def test_a_mask_beside_a_broken_buffer_is_not_reset(tmp_path):
         def forward(self, x, padding):
             return self.norm(super().forward(x, padding))
 
-    state = Normed().state_dict()
-    state["norm.running_mean"][1] = math.nan
-    batch = {"x": normal(3, 5, 4), "padding": torch.zeros(3, 5, dtype=torch.bool)}
-    torch.save({"state_dict": state, **batch}, tmp_path / "dump.pth")
-    report = nandoctor.replay(tmp_path / "dump.pth", model=Normed, mode="eval").report
+    damaged = Normed()
+    damaged.norm.running_mean[1] = math.nan
+    report = replay(damaged, UNPADDED, builds=Normed, mode="eval")
     (fix,) = [fix for fix in report.fixes if fix.kind == "state"]
     assert fix.verified
     model = Normed()
@@ -65,8 +62,7 @@ def test_a_mask_beside_a_broken_buffer_is_not_reset(tmp_path):
 
 
 def test_a_causal_mask_among_the_weights_is_no_damage(replay):
-    batch = {"x": normal(3, 5, 4), "padding": torch.zeros(3, 5, dtype=torch.bool)}
-    report = replay(Sloped, batch, fixes=False)
+    report = replay(Sloped, UNPADDED, fixes=False)
     assert blamed(report) == ("healthy",)
     assert not any("saved state" in note for note in report.notes)
 
@@ -117,11 +113,10 @@ def test_infinities_of_the_builder(name, replay):
 
 
 @pytest.mark.parametrize("hands_out", [lambda model: model, lambda model: lambda: model])
-def test_a_trained_model_that_a_builder_hands_out(hands_out, tmp_path):
+def test_a_trained_model_that_a_builder_hands_out(hands_out, replay):
     """What a notebook has is as broken as the file; only what a builder makes anew tells what the code writes."""
     model = nn.BatchNorm1d(3)
     model.running_mean[1] = math.inf
-    torch.save({"state_dict": model.state_dict(), "input": torch.randn(4, 3)}, tmp_path / "nan.pth")
-    report = nandoctor.replay(tmp_path / "nan.pth", hands_out(model), mode="eval", fixes=False).report
+    report = replay(hands_out(model), {"input": torch.randn(4, 3)}, mode="eval", fixes=False)
     assert (report.verdict, report.cause.code) == ("state", "poisoned-buffers")
     assert "checkpoint" in report.next_steps[0]

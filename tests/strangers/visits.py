@@ -17,17 +17,6 @@ def louder(layer, factor):
     return layer
 
 
-class Applied(nn.Module):
-    """Any function as a module."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *inputs):
-        return self.function(*inputs)
-
-
 class Between(nn.Module):
     """Two linear layers with anything between them."""
 

@@ -1,11 +1,12 @@
 """Unusual ways of running a forward: loops, checkpoints, compilers, hooks, views, vmap, regions without autocast."""
 
 import torch
+from tiny_models import Returns
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from strangers.rows import Rows
-from strangers.visits import Applied, Between, normal
+from strangers.visits import Between, normal
 
 rows = Rows()
 THREE, FOUR, LOUD = {"x": normal(3, 8)}, {"x": normal(4, 8)}, {"x": 1e3 * normal(3, 8)}
@@ -24,7 +25,7 @@ class Checkpointed(nn.Module):
     def __init__(self, function, use_reentrant):
         super().__init__()
         self.entry = nn.Linear(8, 8)
-        self.block = Applied(function)
+        self.block = Returns(function)
         self.use_reentrant = use_reentrant
 
     def forward(self, x):
@@ -125,7 +126,7 @@ def what_leaves_an_fp32_region(x):
 @rows(
     "numerics middle fft_rfft reduction-overflow",
     {"x": normal(3, 64)},
-    make=lambda function: Between(Applied(function), width=64),
+    make=lambda function: Between(Returns(function), width=64),
     call=lambda model, batch: model.middle(model.entry(batch["x"])),
 )
 def spectrum_that_fp32_cannot_hold(x):
@@ -148,7 +149,7 @@ def written_in_parts(first, second):
         made[2:] = x[2:] * second
         return made.relu()
 
-    return Between(Applied(halves))
+    return Between(Returns(halves))
 
 
 @rows.between("numerics middle full_like indeterminate-form", FOUR)
