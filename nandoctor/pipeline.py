@@ -57,6 +57,7 @@ from nandoctor.fixes.hidden_values import look_for_hidden
 from nandoctor.fixes.search import FixSearch, search_fixes
 from nandoctor.machine import is_out_of_memory
 from nandoctor.step.model_loading import ModelSource
+from nandoctor.step.recorded_step import own_loss
 from nandoctor.step.settings import Settings
 from nandoctor.step.setup import prepare
 from nandoctor.step.weights import nonfinite_state
@@ -146,7 +147,7 @@ def _is_fixed(search: FixSearch) -> bool:
 
 def _diagnose_step(preparation: Preparation) -> Diagnosed:
     summary = summarize(preparation.dump)  # of the file as it was written: a forward may write to what it holds
-    replayed = reproduce(preparation)
+    replayed = _with_own_loss(reproduce(preparation))
     findings = _diagnose(replayed, preparation)
     if findings.verdict == "state" and (reset := replay_from_reset(replayed, preparation)) is not None:
         replayed, findings = reset, _diagnose(reset, preparation)
@@ -163,6 +164,14 @@ def _diagnose_step(preparation: Preparation) -> Diagnosed:
     findings = _name_samples(step, findings)
     report = _write_report(replayed, findings, preparation, summary)
     return Diagnosed(report=report, step=step, findings=findings, random=replayed.any_random, plain=replayed.plain)
+
+
+def _with_own_loss(replayed: Replayed) -> Replayed:
+    """Return the replay with the loss that the model itself returns as `loss`, if no other is known."""
+    returns_loss = any(stats.path == "loss" and not stats.shape for stats in replayed.trace.output)
+    if replayed.step.loss is not None or not returns_loss:
+        return replayed
+    return replace(replayed, step=replace(replayed.step, loss=own_loss("loss")))
 
 
 def _write_report(replayed: Replayed, findings: Findings, preparation: Preparation, summary: DumpSummary) -> Report:

@@ -214,3 +214,21 @@ def test_what_an_assumed_precision_hides_is_checked_in_fp32(replay):
     assert report.fixes[0].patch == plain.fixes[0].patch
     told = [any("which is only assumed" in note for note in notes.search_notes) for notes in (report, plain)]
     assert told == [True, False]
+
+
+class Criticized(nn.Module):
+    """A model that returns its loss, whose gradient is infinite, beside a number for the log."""
+
+    def __init__(self):
+        super().__init__()
+        self.read = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        norm = self.read(x).square().sum(-1).sqrt()
+        return {"loss": (norm - 1).square().mean(), "norm": norm.detach()}
+
+
+def test_the_loss_that_a_model_returns_is_its_loss(replay):
+    report = replay(Criticized, {"x": torch.cat([torch.zeros(1, 4), torch.ones(2, 4)])})
+    assert (report.verdict, report.origin.phase, report.origin.op) == ("numerics", "backward", "sqrt")
+    assert report.fixes[0].verified

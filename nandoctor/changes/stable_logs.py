@@ -203,6 +203,7 @@ class LogSpace:
             "cosh": self._of_cosh,
             "pow": self._powered,
             "square": self._powered,
+            "reciprocal": self._inverted,
             "erfc": lambda expression: self._of_normal(expression, -1),
             "sum": self._summed,
             "mean": self._averaged,
@@ -281,6 +282,10 @@ class LogSpace:
         """Return the logarithm of a part of an expression, which has a value where that of the part may have none."""
         log = self._log_of(node)
         return None if log is None or log.is_partial else log
+
+    def _inverted(self, expression: Expression) -> _Log | None:
+        log = self._term_of(expression.argument_node("self"))
+        return None if log is None else _Log(text=negated(log.wide))
 
     def _powered(self, expression: Expression) -> _Log | None:
         """Return the logarithm of a power: that of its base, times the exponent."""

@@ -166,7 +166,7 @@ def _saved_number(dump: Dump) -> tuple[str, torch.Tensor] | None:
 
 def _string_constants(function: Callable[..., Any] | None) -> Iterator[str]:
     """Yield the string constants in a function: the names of the arrays that it reads are among them."""
-    waiting = [getattr(function, "__code__", None)]
+    waiting = [getattr(function.forward if isinstance(function, nn.Module) else function, "__code__", None)]
     while waiting:
         constants = getattr(waiting.pop(), "co_consts", ())
         yield from (constant for constant in constants if isinstance(constant, str))

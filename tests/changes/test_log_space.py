@@ -119,6 +119,10 @@ WRITTEN = {
         "p = torch.exp(x if self.training else x * 2)\nreturn torch.log(p * torch.exp(x)).sum(-1)", "log",
         ["return ((x if self.training else x * 2) + x).sum(-1)"],
     ),
+    "reciprocals": (
+        "y = x.sigmoid()\nreturn -(y.reciprocal() + (1 - y).reciprocal()).log()", "log",
+        ["return -torch.logaddexp(-F.logsigmoid(x), -F.logsigmoid(-x))"],
+    ),
     "a sum with an eps": (
         "return torch.log(x.exp().sum(-1) + 1e-6)", "log",
         ["return torch.logaddexp(torch.logsumexp(x, -1), torch.tensor(-13.815511))"],

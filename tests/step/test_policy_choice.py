@@ -194,3 +194,18 @@ def test_a_loss_that_any_precision_gives_supports_no_alarm(replay, size, verdict
     assert report.verdict == verdict
     told = "The step is sound in fp32. Under fp16 autocast, which nothing in the file shows, it fails."
     assert report.headline.startswith(told) == (verdict == "cannot-tell")
+
+
+class ReadsItself(nn.Module):
+    """A loss whose batch has infinities that it leaves out."""
+
+    def forward(self, output, batch):
+        kept = torch.isfinite(batch["behaviour"])
+        return (output - batch["behaviour"])[kept].square().mean()
+
+
+def test_an_infinite_array_that_a_loss_reads_is_no_saved_output(replay):
+    behaviour = X.clone()
+    behaviour[1, 2] = -torch.inf
+    report = replay(Stretched(1.0), {"x": X, "behaviour": behaviour}, loss=ReadsItself())
+    assert (report.verdict, report.reproduction.grade) == ("healthy", "no-reference")
