@@ -34,14 +34,14 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_897, "tests": 32_078, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_911, "tests": 32_115, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
-    FILES: 2_976,
+    FILES: 2_985,
     "autocast": 830,
     "capture": 2_605,
     "causes": 2_665,
-    "changes": 3_148,
+    "changes": 3_153,
     "cli": 889,
     "diagnosis": 1_983,
     "dumps": 3_194,
