@@ -22,14 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from nandoctor.causes.base import (
-    Candidate,
-    Finding,
-    OutsideTensor,
-    off_zero_candidate,
-    outside_domain,
-    writes_infinity,
-)
+from nandoctor.causes.base import Candidate, Finding, OutsideTensor, off_zero_candidate, outside_domain, writes_infinity
 from nandoctor.causes.invalid_domain import clamp_into_domain
 from nandoctor.causes.log_space import STABLE_FORM, stable_forms
 from nandoctor.causes.sentences import operand, subject

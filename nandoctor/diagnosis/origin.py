@@ -68,29 +68,20 @@ def _nonfinite_places(trace: Trace, run: str) -> Iterator[FirstNonfinite]:
         )
 
     yield from (found("batch", stats) for stats in trace.batch if not stats.finite)
-    parents = _parents(trace)
     events = [(call.enter, call, call.inputs) for call in trace.calls]
     events += [(call.leave, call, call.outputs) for call in trace.calls if call.leave is not None]
+    around: list[ModuleCall] = []  # a call that raised is left when the next one of its depth is entered
     for tick, call, tensors in sorted(events, key=lambda event: event[0]):
-        for stats in tensors:
-            if stats.finite:
-                continue
-            if tick == call.leave:
-                yield found("output", stats, call)
-            else:
-                yield replace(found("between", stats, parents[call.key]), seen_in=call.place)
+        nonfinite = [stats for stats in tensors if not stats.finite]
+        if tick == call.leave:
+            yield from (found("output", stats, call) for stats in nonfinite)
+            continue
+        del around[call.depth :]
+        parent = around[-1] if around else None
+        yield from (replace(found("between", stats, parent), seen_in=call.place) for stats in nonfinite)
+        around.append(call)
     if trace.loss is not None and not trace.loss.finite:
         yield found("loss", trace.loss)
-
-
-def _parents(trace: Trace) -> dict[tuple[str, int], ModuleCall | None]:
-    parents: dict[tuple[str, int], ModuleCall | None] = {}
-    ancestors: list[ModuleCall] = []
-    for call in trace.calls:
-        del ancestors[call.depth :]
-        parents[call.key] = ancestors[-1] if ancestors else None
-        ancestors.append(call)
-    return parents
 
 
 def _key(first: FirstNonfinite) -> object:
