@@ -236,12 +236,14 @@ def _walk_back(
     tensors: Iterable[OpTensor], ops: Mapping[int, OpCall], follows: Callable[[OpTensor], bool]
 ) -> Iterator[OpTensor]:
     """Yield those tensors that are followed, then those that the ops that made them took, and so on."""
-    waiting, seen = [*tensors], set[int | None]()
+    waiting, seen = [*tensors], set[int]()
     for tensor in waiting:  # it grows meanwhile
         if follows(tensor):
             yield tensor
-            waiting += ops[tensor.producer].inputs if tensor.producer in ops.keys() - seen else ()
-            seen.add(tensor.producer)
+            made = maker_of(tensor, ops)
+            if made is not None and made.order not in seen:
+                seen.add(made.order)
+                waiting += made.inputs
 
 
 def list_behind(sites: Set[OpSite], ops: Iterable[OpCall]) -> frozenset[str]:
