@@ -34,16 +34,16 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_911, "tests": 32_115, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_900, "tests": 32_115, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_985,
     "autocast": 830,
     "capture": 2_605,
-    "causes": 2_665,
+    "causes": 2_663,
     "changes": 3_153,
     "cli": 889,
-    "diagnosis": 1_983,
+    "diagnosis": 1_974,
     "dumps": 3_194,
     "engine": 3_108,
     "evidence": 1_708,
