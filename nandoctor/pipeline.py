@@ -54,7 +54,7 @@ from nandoctor.evidence.trace import Trace
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fixes.budget import TrialBudget
 from nandoctor.fixes.hidden_values import look_for_hidden
-from nandoctor.fixes.search import FixSearch, search_fixes
+from nandoctor.fixes.search import search_fixes
 from nandoctor.machine import is_out_of_memory
 from nandoctor.step.model_loading import ModelSource
 from nandoctor.step.recorded_step import own_loss
@@ -71,14 +71,12 @@ class Diagnosed:
     """A report without fixes, with the step and the findings that the search for fixes takes.
 
     Both are None if nothing was run. `random` is True if the step drew random numbers in any mode that was tried.
-    `plain` is the policy without autocast if that was only a guess.
     """
 
     report: Report
     step: FailingStep | None = None
     findings: Findings | None = None
     random: bool = False
-    plain: Policy | None = None
 
 
 def replay_dump(
@@ -120,8 +118,6 @@ def add_fixes(found: Diagnosed, settings: Settings) -> Report:
             search = search_fixes(step, findings, budget)
             told = (*found.report.notes, f"{error.message} {error.remedy}")
             found = replace(found, report=replace(found.report, notes=told))
-        if found.plain is not None and findings.conclusion.in_fp32 and search.fixes and not _is_fixed(search):
-            search = _search_plainly(step.under(found.plain), findings, budget) or search
     return replace(
         found.report,
         fixes=search.fixes,
@@ -131,18 +127,6 @@ def add_fixes(found: Diagnosed, settings: Settings) -> Report:
         search_notes=search.notes,
         fp32_error=search.fp32_error,
     )
-
-
-def _search_plainly(plain: FailingStep, findings: Findings, budget: TrialBudget) -> FixSearch | None:
-    """Search without the autocast that was only assumed, whose rounding may hide what the formula gives."""
-    search, low = search_fixes(plain, findings, budget), findings.trace.format
-    note = f"Under {low} autocast, which is only assumed, nothing was verified: this was checked in fp32."
-    return replace(search, notes=(note, *search.notes)) if _is_fixed(search) else None
-
-
-def _is_fixed(search: FixSearch) -> bool:
-    """Return True if a change of the code was verified, and not only one of this batch."""
-    return any(fix.verified and fix.kind != "data" for fix in search.fixes)
 
 
 def _diagnose_step(preparation: Preparation) -> Diagnosed:
@@ -163,7 +147,7 @@ def _diagnose_step(preparation: Preparation) -> Diagnosed:
     step = findings.exposed or replayed.step
     findings = _name_samples(step, findings)
     report = _write_report(replayed, findings, preparation, summary)
-    return Diagnosed(report=report, step=step, findings=findings, random=replayed.any_random, plain=replayed.plain)
+    return Diagnosed(report=report, step=step, findings=findings, random=replayed.any_random)
 
 
 def _with_own_loss(replayed: Replayed) -> Replayed:

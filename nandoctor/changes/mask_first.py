@@ -66,6 +66,8 @@ class MaskFirst(SingleEdit):
             raise CannotWriteError
         definitions, argument = Definitions(editor, function), expression.argument_node(self.argument)
         if self.mask.op in TRIANGLES:
+            if any(key in ("input", "self") for key, _ in later.arguments):
+                raise CannotWriteError
             given = [(key, definitions.text_at(value, expression.node)) for key, value in later.arguments[1:]]
             texts = [f"{key}={text}" if key else text for key, text in given]
             editor.replace(argument, f"{editor.operand(argument)}.{self.mask.op}({', '.join(texts)})")

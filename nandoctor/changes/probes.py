@@ -52,6 +52,7 @@ def text_at_edges(text: str, op: str, edges: Sequence[float]) -> str:
 def text_past_bound(text: str, bound: float) -> str:
     """Return an exponent's text with all values moved between the bound and the largest one, in the same order."""
     above = f"{_PROBED}.amax() - {bound}"
-    share = f"({_PROBED} - {_PROBED}.amin()) / ({_PROBED}.amax() - {_PROBED}.amin()).clamp(min=1e-9)"
+    least = f"{_PROBED}.nan_to_num(torch.nan, neginf=torch.inf).amin()"  # a mask's -inf stays as it is
+    share = f"({_PROBED} - {least}) / ({_PROBED}.amax() - {least}).clamp(min=1e-9)"
     made = f"{bound} + ({above}) * (0.1 + 0.9 * {share})"
     return f"torch.where(({_PROBED} := {text}).amax() > {bound}, {made}, {_PROBED})"

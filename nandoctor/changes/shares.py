@@ -40,7 +40,9 @@ def subtract_largest(expression: Expression, ops: Sequence[OpCall]) -> None:
     first, again, before = expression.editor.named(exponent, expression.editor.code(exponent), "logits")
     scatter = next((op for op in sums if op.op in _SCATTERS), None)
     largest = f"{again}.amax({along})" if scatter is None else _largest_of_groups(expression, scatter, again)
-    # Beside an eps, small powers stay as they are: with nothing but -inf, or nothing near 0, the shares are 0.
+    if has_eps and not along and scatter is None:
+        raise CannotWriteError  # the largest of all would leave other sums below the eps
+    # Beside an eps nothing is added to small exponents, so that a row of -inf still has shares of 0.
     largest = f"{largest}.clamp(min=0)" if has_eps else largest
     expression.editor.replace(exponent, f"{first} - {largest}.detach()", before)
 
@@ -73,12 +75,18 @@ def _degrees(power: OpCall, ops: Sequence[OpCall]) -> Mapping[int | None, int] |
     What does not have it is left out.
     """
     degrees: dict[int | None, int] = {power.order: 1}
-    left = {power.order}
+    left, plain, sums = {power.order}, {power.order}, set[int | None]()
     for op in (op for op in ops if op.phase != "backward"):
         taken = [tensor for tensor in op.inputs if tensor.producer in degrees]
-        degree = _degree_of(op, {tensor.name: degrees[tensor.producer] for tensor in taken}) if taken else 0
+        producers = {tensor.producer for tensor in taken}
+        known = {tensor.name: degrees[tensor.producer] for tensor in taken}
+        degree = _degree_of(op, known, is_sum=producers <= sums) if taken else 0
         if degree is None:
             return None
+        if producers <= plain and _keeps_size(op):
+            plain.add(op.order)
+        if (producers <= plain and op.op == "sum") or (producers <= sums and op.op in MOVES | CASTS | {"add"}):
+            sums.add(op.order)
         left -= {tensor.producer for tensor in taken if tensor.producer is not None}
         if degree:
             degrees[op.order] = degree
@@ -86,17 +94,25 @@ def _degrees(power: OpCall, ops: Sequence[OpCall]) -> Mapping[int | None, int] |
     return None if left else degrees
 
 
-def _degree_of(op: OpCall, taken: dict[str, int]) -> int | None:
+def _keeps_size(op: OpCall) -> bool:
+    """Return True if an op only moves or casts powers, or masks them."""
+    factors = (tensor.stats for tensor in op.inputs if tensor.name == "other")
+    is_mask = op.op == "mul" and all(stats is None or (stats.min, stats.max) in ((0, 1), (1, 1)) for stats in factors)
+    return op.op in MOVES | CASTS or is_mask
+
+
+def _degree_of(op: OpCall, taken: dict[str, int], *, is_sum: bool) -> int | None:
     """Return how often a result has the factor that inputs have so often, by their names; None if it mixes them.
 
-    An eps that is added to a sum with a term of 1 or more is nothing.
+    With `is_sum` the inputs are sums of the powers: an eps that is added to them is nothing once a term is 1.
     """
     if op.op == "div":
         return sum(-degree if name == "other" else degree for name, degree in taken.items())
     if op.op == "mul" or (op.op in PRODUCTS and all(is_factor(op.op, tensor.name) for tensor in op.inputs)):
         return sum(taken.values())
     others = (tensor.stats.absmax for tensor in op.inputs if tensor.stats is not None and tensor.name not in taken)
-    is_eps = 0 <= dict(op.scalars).get("other", 0.0) <= _LARGEST_EPS
+    added = dict(op.scalars).get("other", 0.0)
+    is_eps = added == 0 or (is_sum and op.op == "add" and 0 < added <= _LARGEST_EPS)
     is_alike = len(set(taken.values())) == 1 and not any(others) and is_eps
     return next(iter(taken.values())) if is_alike and op.op in MOVES | CASTS | _ADDS else None
 

@@ -275,8 +275,16 @@ class LogSpace:
         made = form(subject)
         if made is None or name in _UNTRACED_CASTS:
             return made
+        self._require_unbound(expression, subject)
         text = self._change.code(node, {subject: grouped(made.text)})
         return _Log(text=text, is_low=made.is_low, is_partial=made.is_partial)
+
+    def _require_unbound(self, expression: Expression, subject: ast.expr) -> None:
+        """Refuse an expression whose other arguments may have another value at the logarithm."""
+        others = [value for _, value in expression.arguments if value is not subject]
+        others += [expression.node.slice] if isinstance(expression.node, ast.Subscript) else []
+        if any(self._definitions.is_bound_between(value, self._place) for value in others):
+            raise CannotWriteError
 
     def _term_of(self, node: ast.expr) -> _Log | None:
         """Return the logarithm of a part of an expression, which has a value where that of the part may have none."""
@@ -301,6 +309,7 @@ class LogSpace:
         log = self._term_of(subject)
         if log is None:
             return None
+        self._require_unbound(expression, subject)
         dims = expression.texts_after_first()
         given = [log.wide, *dims] if dims else [f"{grouped(log.wide)}.flatten()", "0"]
         return _Log(text=f"torch.logsumexp({', '.join(given)})", terms=log.text, dims=tuple(dims))
@@ -329,6 +338,7 @@ class LogSpace:
     def _collected(self, expression: Expression) -> _Log | None:
         """Return the logarithm of several tensors in one: theirs, in the same way."""
         parts = expression.argument_node("tensors")
+        self._require_unbound(expression, parts)
         logs = {part: self._term_of(part) for part in parts.elts} if isinstance(parts, ast.List | ast.Tuple) else {}
         known = {part: log for part, log in logs.items() if log is not None}
         if not known or len(known) < len(logs):
@@ -382,7 +392,9 @@ class LogSpace:
                 log = self._term_of(other) if number > 0 else None
                 if log is None or number == 1:
                     return log and self._softplus_of(log)
-                return _Log(text=f"torch.logaddexp({log.wide}, torch.tensor({math.log(number):.8g}))")
+                shift = f"{math.log(number):+.8g}".replace("+", "+ ").replace("-", "- ")
+                back = shift.translate(str.maketrans("+-", "-+"))
+                return _Log(text=f"{self._functional}.softplus({log.wide} {back}) {shift}")
         logs = self._logs_of_sides(node)
         return None if logs is None else _Log(text=f"torch.logaddexp({logs[0].wide}, {logs[1].wide})")
 

@@ -90,7 +90,7 @@ def doubt_precision(plain: Findings, guessed: Findings) -> Findings:
     why = write_headline(guessed.verdict, guessed.trace, guessed.conclusion)
     gap = Gap(
         text=f"The step is sound in fp32. Under {low} autocast, which nothing in the file shows, it fails. {why}.",
-        remedy=f"Pass --amp-dtype {low} if that was on, or --amp-dtype none if not.",
+        remedy=f"Pass --amp-dtype {low.name} if that was on, or --amp-dtype none if not.",
     )
     return replace(plain, verdict="cannot-tell", gaps=(gap, *plain.gaps))
 

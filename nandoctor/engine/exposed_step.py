@@ -36,11 +36,12 @@ class Exposed(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """An argument of an op, and the line of the op."""
+    """An argument of an op, and the line of the op; `asked` if the op only asks for infinities in it, as `x == inf`."""
 
     op: str
     argument: str
     source: SourceLine | None
+    asked: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -101,7 +102,8 @@ class Exposing:
         for name, (argument, tensor) in names.items() if call.name not in _PASS_THROUGH else ():
             if self._shows(f"taken.{name}", _hides, call, tensor, made):
                 self._taken[name] = tensor
-                self.sites[f"taken.{name}"] = Taken(call.name, argument, find_lines().source)
+                asked = _asks_for_infinity(call, tensor)
+                self.sites[f"taken.{name}"] = Taken(call.name, argument, find_lines().source, asked)
         return made
 
 
@@ -112,17 +114,17 @@ def _hides(call: Invocation, taken: torch.Tensor, made: Any) -> bool:
     numbers = numbers_in(taken)
     if numbers is None or all_finite(taken):
         return False
+    # `x != x` tests for NaN, and hides nothing.
     if len(floats) < len(leaves) or not leaves:
-        return not _tests_for_nonfinite(call)
+        return not (call.name in ("eq", "ne") and call.args[0] is call.args[1])
     return all(map(all_finite, floats)) and bool(torch.isnan(numbers).any())
 
 
-def _tests_for_nonfinite(call: Invocation) -> bool:
-    """Return True if an op only asks for NaN or Inf, which hides nothing: `x != x`, or `x == inf` of a number."""
-    if call.name not in COMPARISONS or len(call.args) < 2:
-        return False
-    first, second = call.args[:2]
-    return first is second or (isinstance(second, float) and math.isinf(second))
+def _asks_for_infinity(call: Invocation, taken: torch.Tensor) -> bool:
+    """Return True for a comparison with the number Inf, unless a NaN is compared too."""
+    other = call.args[1] if len(call.args) > 1 else None
+    is_infinite = call.name in COMPARISONS and isinstance(other, float) and math.isinf(other)
+    return is_infinite and not bool(taken.isnan().any())
 
 
 WAYS = 4

@@ -28,6 +28,8 @@ from nandoctor.text import are, brief, code, join_first
 from nandoctor.tracing.tensor_stats import all_finite
 from nandoctor.tracing.tensor_tree import walk_tensors
 
+AUTOCAST_NAMES = ("autocast", "amp", "use_amp")
+"""What scripts call a number in their file that says whether autocast was on."""
 CLOSE_ENOUGH = 0.02
 """A replay that differs from the saved output by no more than this share of its largest magnitude is the same run:
 other hardware sums in another order, and fp16 rounds at every layer."""
@@ -228,6 +230,9 @@ def _is_guess(policy: Policy, preparation: Preparation) -> bool:
     """
     outputs, policies = preparation.outputs, preparation.policies
     told = len(policies) == 1 or not (policies[0].ambient and policy.ambient)  # by user, recorder or weights
+    said = preparation.dump.scalars_by_last_name
+    is_said = any(said.get(name) is True for name in AUTOCAST_NAMES) or "amp_dtype" in said
+    told = told or is_said or preparation.steps[0].mode.loss_scale is not None
     if told or outputs.array is None:
         return not told and outputs.graded is not None
     values = comparable_values(outputs.array)

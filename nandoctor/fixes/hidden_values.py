@@ -76,7 +76,7 @@ def _look(step: FailingStep, findings: Findings) -> Findings:
         path: site
         for path, site in exposing.sites.items()
         if path in hidden and site.op not in SEES_NAN
-        if _is_unmeant(hidden[path], whole, reference, compared=site.op in COMPARISONS)
+        if _is_unmeant(hidden[path], whole, reference, site)
     }
     unlike_fp32 = taken and _is_unlike(whole, reference)
     plain = Exposing(step=step, only=frozenset()).exposed.run(watch=_RESULTS) if unlike_fp32 else None
@@ -111,20 +111,24 @@ def _showing(trace: Trace, chosen: Set[str]) -> Trace:
     return replace(trace, output=tuple(shown))
 
 
-def _is_unmeant(held: TensorStats, trace: Trace, reference: Trace, *, compared: bool = False) -> bool:
+def _is_unmeant(held: TensorStats, trace: Trace, reference: Trace, taker: Taken | None = None) -> bool:
     """Return True if a traced op made the non-finite values of a tensor, and they are no mask or marker.
 
-    Values from the batch or the model that are `compared` are there to be left out. -inf counts as a mask unless it
-    became NaN, as 0 times the log of 0 does.
+    Values from the batch or the model that the `taker` compares are there to be left out, and infinities that it asks
+    for if fp32 has them too. -inf counts as a mask unless it became NaN, as 0 times the log of 0 does.
     """
     if held.producer is None:
         return False
     found = trace_back(trace.ops, reference, [held.producer], trace.format)
     masks = () if held.counts is not None and held.counts.num_nan else ("-inf",)
-    sources = [source.op for source in found.sources if source.op.analysis and source.op.analysis.kinds != masks]
+    sources = [source for source in found.sources if source.op.analysis and source.op.analysis.kinds != masks]
+    if sources and taker is not None and taker.asked:
+        return any(source.reference_is_finite for source in sources)
     if sources:
-        return not all(any(math.isnan(value) for _, value in op.scalars) for op in sources)
-    return not compared and any(tensor.origin != "unknown" for _, tensor in found.outside)
+        return not all(any(math.isnan(value) for _, value in source.op.scalars) for source in sources)
+    return not (taker is not None and taker.op in COMPARISONS) and any(
+        tensor.origin != "unknown" for _, tensor in found.outside
+    )
 
 
 def _is_unlike(trace: Trace, reference: Trace) -> bool:

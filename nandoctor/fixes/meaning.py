@@ -21,7 +21,7 @@ from torch.nn.functional import hardshrink
 
 from nandoctor.changes.clamp import ClampArgument
 from nandoctor.changes.guard import GuardArgument
-from nandoctor.changes.running_op import RunningOp
+from nandoctor.changes.running_op import RunningOp, is_tensor
 from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.engine.call import Call
 from nandoctor.engine.module_state import is_large
@@ -137,7 +137,10 @@ class Meaning:
 
     @cached_property
     def _nearby(self) -> list[Result]:
-        return [self._run_beside(direction, _ROUNDING) for direction in self._sides()]
+        """The step moved within the rounding of each number; a zero has none."""
+        pattern = {name: _pattern_like(value, torch.zeros_like(value)) for name, value in self._moved.items()}
+        ways = [pattern, {name: -step for name, step in pattern.items()}] if pattern else []
+        return [self._run_beside(direction, _ROUNDING) for direction in ways]
 
     @cached_property
     def limit(self) -> Result | None:
@@ -236,7 +239,7 @@ class Meaning:
         exact = self._trials.exact()
         if self.smaller is not None and self.smaller[1].exact().finite:
             factor, trials = self.smaller
-            off = gradient_error(trials.reference(change), trials.exact())
+            _, off = largest_error(trials.reference(change), trials.exact()) or ("", 0.0)
             at = f"off float64's with inputs of {factor:g} times the size"
             return f"the gradients are {percent(off)} {at}" if off > TOLERANCE else None
         meant = {name: self._known_gradient(name) for name in exact.gradients}
@@ -281,10 +284,7 @@ class Meaning:
 
     def _sides(self) -> Iterator[Tensors]:
         """Yield the directions in which what is behind the failing ops is moved."""
-        model = self._trials.step.model
-        known = (*model.named_parameters(), *model.named_buffers(), *self._trials.step.call.batch.items())
-        moved = {name: value.detach().double() for name, value in known if self._moves(name, value)}
-        if not moved:
+        if not (moved := self._moved):
             return
         sizes = {name: _sizes_in(value) for name, value in moved.items()}
         towards = {name: value.roll(1, 0) - value if value.dim() else value for name, value in moved.items()}
@@ -293,6 +293,12 @@ class Meaning:
         for direction in (towards, pattern):
             yield direction
             yield {name: -step for name, step in direction.items()}
+
+    @cached_property
+    def _moved(self) -> dict[str, torch.Tensor]:
+        model = self._trials.step.model
+        known = (*model.named_parameters(), *model.named_buffers(), *self._trials.step.call.batch.items())
+        return {name: value.detach().double() for name, value in known if self._moves(name, value)}
 
     def _moves(self, name: str, value: torch.Tensor) -> bool:
         """Return True for finite real numbers that may be behind the failure: a weight, or an array but flags."""
@@ -349,7 +355,10 @@ class _MoveZeros(SingleEdit):
         yield self.site, self._run
 
     def _run(self, op: RunningOp) -> Any:
-        return tree_map(lambda made: made.where(made != 0, self.by) if made.is_floating_point() else made, op.run())
+        return tree_map(self._off_zero, op.run())
+
+    def _off_zero(self, made: Any) -> Any:
+        return made.where(made != 0, self.by) if is_tensor(made) and made.is_floating_point() else made
 
 
 def _with_other_numbers(edit: Edit) -> Edit:
@@ -497,5 +506,5 @@ def _describe_gradients(made: Result, meant: Tensors, *, everywhere: bool) -> st
         size = torch.where(known, theirs, 0.0).norm()
         if float(off.norm()) > TOLERANCE * max(float(size), torch.finfo(torch.float32).tiny):
             far = percent(float(off.norm() / size)) if size else "far"
-            return f"the gradient of `{name}` is {far} off its limit at this point"
+            return f"the gradient of `{name}` is {far} off what the formula gives or tends to"
     return None

@@ -23,7 +23,6 @@ from nandoctor.fixes.agreement import (
     TOLERANCE,
     Result,
     compare_runs,
-    gradient_error,
     gradients_finite,
     sample_errors,
 )
@@ -349,9 +348,11 @@ def _judge_past_bound(proof: Proof) -> Said | None:
 
 
 def _error_of_gradients(proof: Proof, made: Result, exact: Result) -> float:
-    """Return the error of the gradients with probed arguments in a hand-written backward, which move nothing else."""
-    is_compared = proof.verifier.meaning.is_by_hand(proof.edit) and exact.gradients
-    return gradient_error(made, exact) if is_compared else 0.0
+    """Return the largest error of a weight's gradient if the change is in a hand-written backward; else 0."""
+    if not proof.verifier.meaning.is_by_hand(proof.edit):
+        return 0.0
+    found = largest_error(made, exact)
+    return found[1] if found is not None else 0.0
 
 
 def _judge_alone(proof: Proof) -> Said:

@@ -204,6 +204,8 @@ def _find_mappings(function: Callable[..., Any], named: Sequence[inspect.Paramet
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
         for name, key in filter(None, map(_used_as_mapping, ast.walk(tree))):
             keys.setdefault(name, set()).update([key] if key else ())
+        for name, key in filter(None, map(_asked_of_mapping, ast.walk(tree))):
+            keys.get(name, set()).discard(key)  # it need not be there
     texts = {p.name: "" if p.annotation is p.empty else str(p.annotation) for p in named}
     return {
         name: frozenset(keys.get(name, ()))
@@ -225,6 +227,16 @@ def _used_as_mapping(node: ast.AST) -> tuple[str, str] | None:
             return name, ""
         case ast.Compare(left=ast.Constant(value=str()), ops=[ast.In() | ast.NotIn()], comparators=[ast.Name(id=name)]):
             return name, ""
+    return None
+
+
+def _asked_of_mapping(node: ast.AST) -> tuple[str, str] | None:
+    """Return the name of a mapping and the key that the node asks it for: `"mask" in batch`, `batch.get("mask")`."""
+    match node:
+        case ast.Compare(left=ast.Constant(value=str() as key), comparators=[ast.Name(id=name)]):
+            return name, key
+        case ast.Call(func=ast.Attribute(value=ast.Name(id=name)), args=[ast.Constant(value=str() as key), *_]):
+            return name, key
     return None
 
 

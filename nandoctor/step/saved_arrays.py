@@ -18,6 +18,7 @@ from nandoctor.dumps.packing import fill
 from nandoctor.dumps.recorded_format import Autocast
 from nandoctor.dumps.tensors import comparable_values
 from nandoctor.dumps.trees import Slot, slots
+from nandoctor.engine.reproduction import AUTOCAST_NAMES
 from nandoctor.engine.saved_outputs import SavedOutputs, are_round
 from nandoctor.errors import DumpError
 from nandoctor.evidence.formats import BF16, FORMATS, FP16, FloatFormat
@@ -180,7 +181,7 @@ _ENOUGH = 8
 def choose_policies(dump: Dump, settings: Settings, saved: torch.Tensor | None = None) -> tuple[Policy, ...]:
     """Return the user's policy, else the recorded one, else those to try, judged by the weights and `saved` output."""
     recorded, told = dump.recorded.autocast, dump.scalars_by_last_name
-    if recorded is None and any(told.get(name) is False for name in ("autocast", "amp", "use_amp")):
+    if recorded is None and any(told.get(name) is False for name in AUTOCAST_NAMES):
         recorded = Autocast(enabled=False, device="cuda", dtype="float32")
     dtype = weight_dtype(dump.state)
     weights = format_of(dtype) if dtype in LOW_DTYPES else None

@@ -125,7 +125,7 @@ WRITTEN = {
     ),
     "a sum with an eps": (
         "return torch.log(x.exp().sum(-1) + 1e-6)", "log",
-        ["return torch.logaddexp(torch.logsumexp(x, -1), torch.tensor(-13.815511))"],
+        ["return F.softplus(torch.logsumexp(x, -1) + 13.815511) - 13.815511"],
     ),
     "a mean": (
         "return torch.log(x.exp().mean(-1))", "log",
@@ -194,6 +194,12 @@ LEFT = {
     "a weight may be negative": ("return torch.log((torch.exp(x) * x.abs()).sum(-1))", "log"),
     "a comprehension has names of its own": (
         "p = torch.exp(x)\nreturn torch.stack([torch.log(p.sum(-1)) for p in (p, p + 0)]).sum(0)", "log",
+    ),
+    "an eps beside a product": ("w = x.exp()\nreturn w / (w @ x.square().sum(0) + 1e-6).unsqueeze(-1)", "exp"),
+    "an eps beside a difference": ("w = x.exp()\nreturn w / (w.sum(1, keepdim=True) - w + 1e-6)", "exp"),
+    "an eps beside each term": ("w = x.exp() + 1e-6\nreturn w / w.sum(1, keepdim=True)", "exp"),
+    "a dimension that has another value there": (
+        "d = -1\np = torch.cat([x.exp(), x.exp() * 2], dim=d)\nd = 0\nreturn torch.log(p).sum(d)", "log",
     ),
     "the 1 would have to be scaled as well": ("w = x.exp()\nreturn w / (1 + w.sum(-1, keepdim=True))", "exp"),
     "squares": ("w = x.exp()\nreturn w * w / w.sum(-1, keepdim=True)", "exp"),

@@ -178,6 +178,15 @@ def test_a_dict_in_the_file_that_has_the_keys_is_the_batch():
     assert find_bindings(model_of(dict_by_subscript), flat)[0].takes_all
 
 
+def asks_first(self, x):
+    return x["image"] + x["mask"] if "mask" in x else x["image"]
+
+
+def test_a_key_that_need_not_be_there_finds_no_other_dict():
+    offer = offer_of("image other.image other.mask", other={"image": 0, "mask": 0})
+    assert find_bindings(model_of(asks_first), offer)[0].takes_all
+
+
 def prediction_annotation(self, x: PredictionInputs):  # noqa: F821 - only its text is read
     return x
 

@@ -194,6 +194,9 @@ def test_a_loss_that_any_precision_gives_supports_no_alarm(replay, size, verdict
     assert report.verdict == verdict
     told = "The step is sound in fp32. Under fp16 autocast, which nothing in the file shows, it fails."
     assert report.headline.startswith(told) == (verdict == "cannot-tell")
+    assert ("Pass --amp-dtype float16 if that was on" in report.next_steps[0]) == (verdict == "cannot-tell")
+    known = replay(Stretched(1.0), {**batch, "loss": loss, "amp": True}, loss=sized)
+    assert known.verdict == ("precision" if verdict == "cannot-tell" else verdict)
 
 
 class ReadsItself(nn.Module):
