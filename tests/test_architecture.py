@@ -34,23 +34,23 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_900, "tests": 32_115, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_949, "tests": 32_121, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
-    FILES: 2_985,
+    FILES: 2_969,
     "autocast": 830,
     "capture": 2_605,
     "causes": 2_663,
-    "changes": 3_153,
+    "changes": 3_184,
     "cli": 889,
     "diagnosis": 1_974,
     "dumps": 3_194,
-    "engine": 3_108,
+    "engine": 3_115,
     "evidence": 1_708,
-    "fixes": 3_802,
+    "fixes": 3_816,
     "fleet": 742,
     "repro_scripts": 658,
-    "step": 3_133,
+    "step": 3_146,
     "tracing": 1_764,
     "views": 2_692,
 }
