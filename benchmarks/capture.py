@@ -109,6 +109,7 @@ def _print_by_size() -> None:
     for num_blocks in (1, 16, 150):
         for batch_norm in (False, True):
             arguments = {"num_blocks": num_blocks, "batch_norm": batch_norm}
+            torch.manual_seed(0)  # with one seed in ten, 150 norms of 4 samples diverge
             model = Stack(**arguments)
             sizes = [len(list(of)) for of in (model.modules(), model.parameters(), model.buffers())]
             added = _measure_added(model, num_blocks, arguments)

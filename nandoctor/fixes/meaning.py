@@ -66,9 +66,9 @@ class Meaning:
     """The meaning of one step's unchanged formula; what it needs is run once, and only when it is asked for.
 
     `behind` are the arrays, weights and buffers that the failing ops' arguments are computed from; all, if it is empty.
-    `makers` are the places of the ops that made those in which they are singular, and `by_hand` of those that compute
-    gradients in a hand-written backward. `gives_infinity`: the failing ops do,
-    where the mean of no elements is NaN at once.
+    `makers` are the places of the ops that made those in which they are singular, `by_hand` of those that compute
+    gradients in a hand-written backward. `gives_infinity`: the failing ops do, where the mean of no elements is NaN at
+    once.
     """
 
     def __init__(
