@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
-from nandoctor.changes.expression import Expression
+from nandoctor.changes.expression import Expression, has_stars
 from nandoctor.changes.source_tree import CannotWriteError, name_called
 from nandoctor.changes.text_lines import grouped
 from nandoctor.ops import SPREADS
@@ -74,7 +74,7 @@ def _product(name: str, factors: Sequence[str]) -> str:
 def _write_loss(expression: Expression) -> bool:
     """Write an averaging loss that is 0 if it averages nothing; return False if it is called in another way."""
     call, made_by = expression.node, expression.op.op if expression.op is not None else ""
-    if not isinstance(call, ast.Call) or any(isinstance(arg, ast.Starred) for arg in call.args):
+    if not isinstance(call, ast.Call) or has_stars(call):
         return False
     name, change = name_called(call), expression.editor
     given = {item.arg: expression.editor.code(item.value) for item in call.keywords}

@@ -103,9 +103,9 @@ class Expression:
 
     def texts_after_first(self) -> list[str]:
         """Return the arguments except the first, as they are written: `dim=1, keepdim=True`; not of `*dims`."""
-        code, call = self.editor.code, self.node
-        if isinstance(call, ast.Call) and ast.Starred in map(type, (*call.args, *map(_unnamed, call.keywords))):
+        if isinstance(self.node, ast.Call) and has_stars(self.node):
             raise CannotWriteError
+        code = self.editor.code
         return [f"{keyword}={code(value)}" if keyword else code(value) for keyword, value in self.arguments[1:]]
 
     def takes_eps(self, was: float) -> bool:
@@ -213,9 +213,9 @@ def operator_of(node: ast.BinOp | ast.AugAssign) -> str:
     return _OPERATORS[type(node.op)]
 
 
-def _unnamed(keyword: ast.keyword) -> ast.expr:
-    """Return a starred expression for `**given`, and the value of any other keyword."""
-    return keyword.value if keyword.arg else ast.Starred(value=keyword.value, ctx=ast.Load())
+def has_stars(call: ast.Call) -> bool:
+    """Return True for `f(*given)` and `f(**given)`, which do not show how many arguments there are."""
+    return any(isinstance(value, ast.Starred) for value in call.args) or any(not item.arg for item in call.keywords)
 
 
 def operands(node: ast.BinOp, op: str) -> tuple[ast.expr, ast.expr]:

@@ -392,9 +392,9 @@ class LogSpace:
                 log = self._term_of(other) if number > 0 else None
                 if log is None or number == 1:
                     return log and self._softplus_of(log)
-                shift = f"{math.log(number):+.8g}".replace("+", "+ ").replace("-", "- ")
-                back = shift.translate(str.maketrans("+-", "-+"))
-                return _Log(text=f"{self._functional}.softplus({log.wide} {back}) {shift}")
+                there, back = ("-", "+") if number > 1 else ("+", "-")
+                shift = f"{abs(math.log(number)):.8g}"
+                return _Log(text=f"{self._functional}.softplus({log.wide} {there} {shift}) {back} {shift}")
         logs = self._logs_of_sides(node)
         return None if logs is None else _Log(text=f"torch.logaddexp({logs[0].wide}, {logs[1].wide})")
 
