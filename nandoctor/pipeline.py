@@ -137,7 +137,9 @@ def _diagnose_step(preparation: Preparation) -> Diagnosed:
         replayed, findings = reset, _diagnose(reset, preparation)
     fails_in_fp32 = findings.conclusion.in_fp32  # or its gradients may, which were not asked for
     may_fail = fails_in_fp32 or (findings.verdict == "precision" and replayed.step.loss is not None)
-    plain = replay_plainly(replayed, preparation, without_output=not fails_in_fp32) if may_fail else None
+    # An assumed precision in which the step raises an error, as for two dtypes, may not be the training's.
+    unlike = not fails_in_fp32 or replayed.trace.raised is not None
+    plain = replay_plainly(replayed, preparation, without_output=unlike) if may_fail else None
     if plain is not None:
         found = _diagnose(plain, preparation)
         if fails_in_fp32 or found.verdict not in NOTHING_FOUND:

@@ -163,7 +163,7 @@ class Replayed:
     def accepted(self) -> bool:
         """True if this reproduces the failing step, so that no other setting need be tried."""
         is_known = self.reproduction.grade != "no-reference"
-        return _agrees(self.reproduction) if is_known else not self.trace.finite
+        return _agrees(self.reproduction) if is_known else not self.trace.finite or bool(self.trace.bad_gradients)
 
     @property
     def rank(self) -> tuple[int, bool, float]:
@@ -220,7 +220,8 @@ def _reproduce_alone(preparation: Preparation, unclear: ModelError) -> Replayed:
 def _is_unseen(found: Replayed, preparation: Preparation) -> bool:
     """Return True if no saved output could show that autocast was on, which was tried first."""
     policies = preparation.policies
-    return found.reproduction.grade == "no-reference" and len(policies) > 1 and policies[0].ambient
+    is_ambient = policies[0].ambient and found.step.mode.policy.ambient
+    return found.reproduction.grade == "no-reference" and len(policies) > 1 and is_ambient
 
 
 def _is_guess(policy: Policy, preparation: Preparation) -> bool:
@@ -289,17 +290,20 @@ def _search_first(preparation: Preparation) -> tuple[Replayed, tuple[Policy, ...
     try:
         return _search(preparation.steps, preparation), preparation.policies[1:]
     except ModelError as error:
-        if not isinstance(error.__cause__, RuntimeError) or is_out_of_memory(error.__cause__):
+        if isinstance(error.__cause__, (*WRONG_CALL, type(None))) or is_out_of_memory(error.__cause__):
             raise
+        first = preparation.policies[0]
         for place, policy in enumerate(preparation.policies[1:], 2):
             with suppress(ModelError):
                 found = _search(tuple(step.under(policy) for step in preparation.steps), preparation)
                 if found.accepted:
-                    first = preparation.policies[0]
                     how = f"Under {first.format} autocast" if first.ambient else "Without autocast"
-                    note = f"{how} the model does not run: {brief(str(error.__cause__))}"
+                    note = f"{how} the step does not run: {brief(str(error.__cause__) or error.message)}"
                     return replace(found, notes=(note,)), preparation.policies[place:]
-        raise
+        if not first.ambient or len(preparation.policies) == 1:
+            raise
+        assumed = f"{first.format} autocast was assumed. {error.remedy} To replay without autocast:"
+        raise type(error)(error.message, remedy=assumed, options=("--amp-dtype", "none")) from error.__cause__
 
 
 def _search(steps: tuple[FailingStep, ...], preparation: Preparation) -> Replayed:

@@ -9,6 +9,7 @@ from torch import nn
 
 import nandoctor
 from nandoctor.autocast.policy import cuda_autocast
+from nandoctor.errors import LossError
 
 X = torch.linspace(-2, 2, 32).reshape(4, 8)
 
@@ -78,6 +79,36 @@ def test_a_precision_that_nothing_shows_is_said_to_be_assumed(replay):
         report = replay(Stretched(1e6), {"x": X, **saved})
         assert (report.reproduction.grade, report.reproduction.output) == ("no-reference", output)
         assert any("fp16 autocast was assumed (--amp-dtype)" in note for note in report.notes)
+
+
+def of_two_dtypes(shift, output, _):
+    """A loss that raises under autocast: an index assignment casts nothing. Its root is at 0 in one row."""
+    weight = torch.zeros_like(output[:, 0])
+    weight[torch.arange(len(output))] = torch.ones(len(output), dtype=torch.float32)
+    distance = (output - output[:1]).square().sum(-1) + shift
+    return (weight * distance.sqrt()).sum()
+
+
+def after_a_quotient(output, batch):
+    """The same after a NaN, of which the error may be a consequence."""
+    spoilt = (output - output) / (output - output).detach()
+    return spoilt.sum() + of_two_dtypes(1.0, output, batch)
+
+
+@pytest.mark.parametrize(
+    ("loss", "op"), [(partial(of_two_dtypes, 0.0), "sqrt"), (after_a_quotient, "div")], ids=["backward", "loss"]
+)
+def test_an_assumed_precision_in_which_the_step_raises_is_none(replay, loss, op):
+    report = replay(Stretched(1.0), {"x": X}, loss=loss)
+    assert under(report) == ("numerics", "none", "fp32", "no-reference")
+    assert report.origin.op == op
+
+
+def test_a_sound_step_that_the_assumed_precision_stops_says_so(replay):
+    with pytest.raises(LossError) as caught:
+        replay(Stretched(1.0), {"x": X}, loss=partial(of_two_dtypes, 1.0))
+    assert "fp16 autocast was assumed" in caught.value.remedy
+    assert caught.value.options == ("--amp-dtype", "none")
 
 
 def told(low):
