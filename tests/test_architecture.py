@@ -34,10 +34,10 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_949, "tests": 32_121, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_022, "tests": 32_196, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
-    FILES: 2_969,
+    FILES: 2_971,
     "autocast": 830,
     "capture": 2_605,
     "causes": 2_663,
@@ -45,9 +45,9 @@ MAX_LINES_OF_ROOMS = {
     "cli": 889,
     "diagnosis": 1_974,
     "dumps": 3_194,
-    "engine": 3_115,
+    "engine": 3_137,
     "evidence": 1_708,
-    "fixes": 3_816,
+    "fixes": 3_865,
     "fleet": 742,
     "repro_scripts": 658,
     "step": 3_146,

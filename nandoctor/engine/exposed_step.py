@@ -107,6 +107,24 @@ class Exposing:
         return made
 
 
+def continued(step: FailingStep, place: str = "", *, training: bool) -> FailingStep:
+    """The step after itself: the output is that of a second forward, in this mode.
+
+    Before that, finite numbers take the place of what is NaN or Inf in the buffer or attribute of this name.
+    """
+
+    def forward(batch: Batch) -> Any:
+        step.call.forward(batch)
+        for path, tensor in (*step.model.named_buffers(), *_list_state(step.model)):
+            if path == place:
+                with torch.no_grad():
+                    tensor.copy_(_replace(tensor, way=0))
+        step.model.train(training)
+        return step.call.forward(batch)
+
+    return replace(step, call=replace(step.call, forward=forward))
+
+
 def _hides(call: Invocation, taken: torch.Tensor, made: Any) -> bool:
     """Return True if the op made integers or booleans from a non-finite argument, or finite numbers from a NaN."""
     leaves = tree_tensors(made)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from nandoctor.diagnosis.conclusion import MASK, Conclusion, Findings, Gap, conc
 from nandoctor.diagnosis.origin import trace_back
 from nandoctor.diagnosis.run_summary import outputs_differ
 from nandoctor.diagnosis.verdict import judge, name_op
-from nandoctor.engine.exposed_step import WAYS, Exposing, Taken
+from nandoctor.engine.exposed_step import WAYS, Exposing, Taken, continued
 from nandoctor.engine.runner import CLOSELY, FailingStep, Outcome, Watch
 from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.report import Reproduction
@@ -39,6 +39,7 @@ def look_for_hidden(step: FailingStep, findings: Findings) -> Findings:
     the backward pass comes after that of hidden values.
     """
     with suppress(LossError, ModelError):  # a step that ran once may not run under the closer watch
+        findings = _without_idle_buffers(step, findings)
         ops = findings.ops or step.run(watch=CLOSELY).trace.ops
         if _may_hide(ops, findings.trace):
             findings = _look(step, findings)
@@ -71,7 +72,11 @@ def _look(step: FailingStep, findings: Findings) -> Findings:
     whole = exposing.exposed.run(watch=CLOSELY).trace
     reference = Exposing(step=step).exposed.run(REFERENCE, CLOSELY).trace
     hidden = {stats.path: stats for stats in whole.output if not stats.finite}
-    kept = [path for path, held in hidden.items() if path.startswith("kept.") and _is_unmeant(held, whole, reference)]
+    left = [path for path, held in hidden.items() if path.startswith("kept.") and _is_unmeant(held, whole, reference)]
+    kept = _may_be_read(step, left)
+    idle = [path for path in left if path not in kept]
+    if step.loss is not None:
+        findings, idle = _told_of_idle(findings, [path.removeprefix("kept.") for path in idle]), []
     taken = {
         path: site
         for path, site in exposing.sites.items()
@@ -83,8 +88,9 @@ def _look(step: FailingStep, findings: Findings) -> Findings:
     decided = [path for path in [*taken][:_MOST_TAKERS] if _decides(step, path, plain)]
     chosen = frozenset((*kept, *decided))
     if not chosen:
-        lost = (held for path, held in hidden.items() if path in taken and taken[path].op == _TO_PYTHON)
-        doubts = _doubt_lost((*lost, *_unseen(whole)), whole, reference)
+        numbers = (path for path, site in taken.items() if site.op == _TO_PYTHON)
+        lost = [*idle, *(path for path in numbers if step.loss is None or _is_read_later(step, path))]
+        doubts = _doubt_lost((*(hidden[path] for path in lost), *_unseen(whole)), whole, reference)
         return replace(findings, gaps=(*findings.gaps, *doubts))
     shown, shown_reference = (_showing(run, chosen) for run in (whole, reference))
     conclusion = conclude(shown, shown_reference, step.low)
@@ -102,6 +108,49 @@ def _look(step: FailingStep, findings: Findings) -> Findings:
         notes=(*findings.notes, _describe(kept, [taken[path] for path in decided])),
         exposed=Exposing(step=step, only=chosen).exposed,
     )
+
+
+def _without_idle_buffers(step: FailingStep, findings: Findings) -> Findings:
+    """Return the findings without the spoilt buffers that neither a known loss nor a later step depends on."""
+    trace = findings.trace
+    if step.loss is None:
+        return findings
+    read = tuple(name for name in trace.spoilt_buffers if _is_read_later(step, f"kept.{name}"))
+    idle = [name for name in trace.spoilt_buffers if name not in read]
+    return _told_of_idle(replace(findings, trace=replace(trace, spoilt_buffers=read)), idle)
+
+
+def _told_of_idle(findings: Findings, names: Sequence[str]) -> Findings:
+    if not names:
+        return findings
+    told = join_first([f"`{name}`" for name in names], 3)
+    note = f"The step leaves NaN or Inf in {told}. Neither the loss nor a second forward depends on that."
+    return replace(findings, notes=(*findings.notes, note))
+
+
+def _is_read_later(step: FailingStep, path: str) -> bool:
+    """Return True if a second forward, as in training or in evaluation, depends on what is NaN or Inf at the path."""
+    for training in {step.mode.training, False}:
+        as_left = continued(step, training=training)
+        replaced = Exposing(step=as_left, only=frozenset(), replaced=path.removeprefix("taken.")).exposed
+        if path.startswith("kept."):
+            replaced = continued(step, path.removeprefix("kept."), training=training)
+        try:
+            made, other = as_left.run(watch=_RESULTS), replaced.run(watch=_RESULTS)
+        except (LossError, ModelError):  # a model may be called only once
+            return True
+        if made.trace.raised is not None or not _is_same(made, other):
+            return True
+    return False
+
+
+def _may_be_read(step: FailingStep, paths: Collection[str]) -> list[str]:
+    """Return those of the tensors left that a later step depends on, or that have a graph: a loss elsewhere may too."""
+    if not paths:
+        return []
+    again = Exposing(step=step, only=frozenset(paths)).exposed.run(watch=replace(_RESULTS, backward=True))
+    graphs = [path for path in paths if again.output.kept[path.removeprefix("kept.")].requires_grad]
+    return [path for path in paths if path in graphs or _is_read_later(step, path)]
 
 
 def _showing(trace: Trace, chosen: Set[str]) -> Trace:
@@ -186,7 +235,8 @@ def _doubt_lost(lost: Iterable[TensorStats], trace: Trace, reference: Trace) -> 
                 made = "NaN" if "nan" in kinds else "Inf, and from it NaN,"
                 yield Gap(
                     text=f"The output is finite, but {name_op(op.op, op.source)} makes {made} that no later operation "
-                    "takes. It may have left torch as a Python or numpy number, or be kept outside of the model.",
+                    "takes. It may have left torch as a Python or numpy number, or be kept where the step does not "
+                    "read it.",
                     remedy="Guard that operation, or give --call FILE.py:NAME, a function (model, batch) that returns "
                     "what becomes of it.",
                 )

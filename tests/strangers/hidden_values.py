@@ -54,9 +54,9 @@ for name, then in DECIDED_BY_IT.items():
     hiding("numerics . div division-by-zero", name=name, says=(FINITE,))(then)
 
 
-@hiding("numerics . log log-of-zero")
+@hiding("cannot-tell", says=("log (",))
 def kept_entropy(model, h):
-    """NaN of a mere -inf is none that is meant."""
+    """NaN of a mere -inf is none that is meant; only a loss, which is not known, could read it."""
     zero = 0 * h.detach()
     model.memory["entropy"] = (zero * zero.log()).sum()
     return h
@@ -163,7 +163,7 @@ def other_random_numbers(_model, h):
     return h + 9 * torch.randn_like(h)
 
 
-@rows("cannot-tell", BATCH, says=("div (", "kept outside of the model"))
+@rows("cannot-tell", BATCH, says=("div (", "kept where the step does not read it"))
 def kept_by_a_closure():
     kept = []
 
@@ -185,3 +185,47 @@ def overflow_that_leaves_torch(model, h):
     squares = (h * 1000) ** 2
     model.memory["spread"] = (squares.half() - squares.half()).mean().item()
     return h
+
+
+def mean(output, _):
+    return output.mean()
+
+
+@hiding("healthy", loss=mean, says=("depends on that",))
+def keeps_what_nothing_reads(model, h):
+    model.memory["h"] = nan(h.detach())
+    return h
+
+
+@hiding("numerics . div division-by-zero", loss=mean)
+def keeps_what_the_next_step_reads(model, h):
+    before = model.memory.get("h", h.detach())
+    model.memory["h"] = nan(h.detach())
+    return h + before.nan_to_num(1.0)
+
+
+@hiding("numerics . div division-by-zero", loss=mean)
+def keeps_what_evaluation_reads(model, h):
+    if model.training:
+        model.memory["h"] = nan(h.detach())
+        return h
+    return h + model.memory["h"]
+
+
+@hiding("numerics . div division-by-zero", loss=mean)
+def keeps_what_another_loss_may_read(model, h):
+    model.memory["h"] = nan(h)
+    return h
+
+
+@hiding("healthy", loss=mean)
+def logs_a_number(model, h):
+    model.memory["mean"] = nan(h).mean().item()
+    return h
+
+
+@hiding("cannot-tell", loss=mean, says=("div (",))
+def asks_for_the_number_later(model, h):
+    is_small = model.memory.get("mean", 0.0) < 1
+    model.memory["mean"] = nan(h).mean().item()
+    return h if is_small else 2 * h
