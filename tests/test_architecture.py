@@ -34,7 +34,7 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 36_022, "tests": 32_196, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 36_023, "tests": 32_196, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_971,
@@ -47,7 +47,7 @@ MAX_LINES_OF_ROOMS = {
     "dumps": 3_194,
     "engine": 3_137,
     "evidence": 1_708,
-    "fixes": 3_865,
+    "fixes": 3_866,
     "fleet": 742,
     "repro_scripts": 658,
     "step": 3_146,
