@@ -6,7 +6,7 @@ exits with 1 if there is one. `--only GLOB` takes the cases whose name fits (`'s
 file's other lines are kept. `--real-bugs CACHE` adds the bugs of released packages, which pip fetches into that folder.
 
 The names: `sick`, its `twin`, `renamed` and `decoyed` variants and the `innocent` ones (that look ill), `library`,
-`sample`, `input` (a script of `tests/strangers/inputs`), `stranger` (a row there, or a replay in a test), `real`.
+`sample`, `stranger` (a row of `tests/strangers`, or a replay in a test there), `real`.
 All are examined in two processes of one thread each. Searches are bounded by runs, never by time, so that the answer
 does not depend on the machine's load.
 """
@@ -42,9 +42,8 @@ Job = tuple[str, str]
 """A kind of case, and what to examine of it: a name, or a file of tests."""
 
 STRANGERS = ROOT / "tests" / "strangers"
-INPUTS = STRANGERS / "inputs"
-WRITTEN_DOWN = {STRANGERS / "test_rows.py", STRANGERS / "test_inputs.py"}
-"""Tests of what is examined by itself, as a row or as an input."""
+WRITTEN_DOWN = {STRANGERS / "test_rows.py"}
+"""Tests of what is examined by itself, as a row."""
 LIBRARIES = ("bert-dense", "bert-scores", "t5-dense", "llama-query", "vit-query", "torch-encoder-layer")
 NUM_PROCESSES = 2
 
@@ -195,7 +194,6 @@ def _jobs(pattern: str) -> list[Job]:
     names = {
         "library": LIBRARIES,
         "sample": sorted(path.stem for path in (ROOT / "sample_dumps").glob("*.pth")),
-        "input": sorted(path.stem for path in INPUTS.glob("*.py")),
         "stranger": list(all_rows()),
         **{kind: [case.name for case in all_cases()] for kind in VARIANTS},
         "innocent": [case.name for case in healthy_models()],
@@ -225,8 +223,6 @@ def _examine_job(job: Job, pattern: str, cache: Path | None) -> Outcomes:
         return _examine_real(name, cache)
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made).resolve()
-        if kind == "input":
-            return _examine_input(name, folder)
         if kind == "stranger":
             return {f"stranger/{name}": outcome_or_error(lambda: _replay_row(name, folder), folder)}
         if kind == "sample":
@@ -285,23 +281,6 @@ def _replay_sample(name: str) -> Any:
     import nandoctor
 
     return nandoctor.replay(f"sample_dumps/{name}.pth", time=float("inf")).report
-
-
-def _examine_input(name: str, folder: Path) -> Outcomes:
-    """Let the script write its dumps into the folder, and replay each with the model, and the loss, of the script."""
-    import nandoctor
-
-    script = INPUTS / f"{name}.py"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, str(script)], cwd=folder, env=environment, capture_output=True, check=False)
-    loss = f"{script}:loss" if re.search(r"^def loss\(", script.read_text(encoding="utf-8"), re.MULTILINE) else None
-    options: dict[str, Any] = {"model": f"{script}:build", "loss": loss, "time": float("inf")}
-    dumps = sorted(folder.rglob("*.pth"))
-    names = [f"input/{dump.stem if dump.parent == folder else name}" for dump in dumps]
-    return {
-        case: outcome_or_error(lambda dump=dump: nandoctor.replay(dump, **options).report, folder)
-        for case, dump in zip(names, dumps, strict=True)
-    }
 
 
 # --- the strangers that are no rows, but tests of their own

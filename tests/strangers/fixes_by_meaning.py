@@ -177,6 +177,29 @@ lifted(
 lifted("branches", TRAP.format("sqrt"), IN_FP32, "verified together", branches)
 lifted("distance", "numerics . acosh gradient-singularity", ZEROS, "verified guard", distance)
 
+# --- an angle of exactly 0, whose sine has no slope there, and which `where` keeps
+
+
+@rows(
+    "numerics . sqrt gradient-singularity",
+    {"x": 2 * torch.eye(4, 8), "label": torch.arange(4)},
+    phase="backward",
+    says=("exactly 1",),
+    loss=lambda output, batch: F.cross_entropy(30 * output.float(), batch["label"]),
+    fix="none",
+)
+class Margin(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proxy = nn.Parameter(torch.eye(5, 8))
+
+    def forward(self, x, label):
+        cosine = F.linear(F.normalize(x), F.normalize(self.proxy))
+        sine = torch.sqrt(1.0 - cosine.pow(2))
+        margin = torch.where(cosine > -0.9, cosine * 0.96 - sine * 0.28, cosine - 0.1)
+        return torch.where(F.one_hot(label, 5) > 0, margin, cosine)
+
+
 # --- a box that is found exactly: whether it is a little too small decides where the gradient points
 
 

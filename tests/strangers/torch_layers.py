@@ -12,6 +12,7 @@ rows = Rows()
 LENGTHS = torch.arange(5) >= torch.tensor([[5], [0], [5]])
 PARTLY = torch.arange(5) >= torch.tensor([[5], [3], [1]])
 SENTENCES = normal(3, 5, 16)
+LAST = torch.tensor(7)
 KEYLESS = {"holds": lambda report: report.cause.evidence[0].value == 2 * 5}  # heads x queries of the sample
 
 
@@ -29,6 +30,17 @@ class SelfAttention(nn.Module):
     def forward(self, x, padding=None):
         mixed, self.weights = self.attention(x, x, x, key_padding_mask=padding, need_weights=True)
         return self.head(mixed)
+
+
+@rows(
+    "numerics . div division-by-zero",
+    {"x": normal(8, 5, 16), "keep": torch.ones(8, 5).index_fill(0, LAST, 0)},
+    samples=(7,),
+)
+class MeanBehindAttention(SelfAttention):
+    def forward(self, x, keep):
+        mixed = super().forward(x)
+        return (mixed * keep[..., None]).sum(1) / keep.sum(1, keepdim=True)
 
 
 THIRD = "precision layers.2.linear1 linear matmul-overflow"
