@@ -9,13 +9,12 @@ from nandoctor.diagnosis.conclusion import Conclusion
 from nandoctor.diagnosis.origin import find_nonfinite_places
 from nandoctor.diagnosis.verdict import advise, write_headline
 from nandoctor.evidence.dump_summary import DumpSummary
-from nandoctor.evidence.report import Cause, Diagnosis, NonfiniteElements, Origin, Reproduction
+from nandoctor.evidence.report import Cause, Diagnosis, NonfiniteElements, Origin
 from nandoctor.evidence.trace import Place
 
 NONFINITE = stats(NAN, 1.0, path="logit")
 SICK = trace(call("", 0, 3, outputs=(NONFINITE,)), call("head", 1, 2, outputs=(NONFINITE,)), output=(NONFINITE,))
 SOUND = reference(call("", 0, 3), call("head", 1, 2))
-FOUND = Reproduction(grade="exact", num_bad_saved=4)
 CAUSE = Cause(code="matmul-overflow", title="A product overflowed", explanation="The batch is non-finite.", evidence=())
 
 

@@ -1,10 +1,9 @@
 """Dumps that try to reach code by every field of both formats: no canary, whatever else they do."""
 
-import io
 import shutil
 import sys
-import zipfile
 
+import forge
 import pytest
 import torch
 from forgery import CODE, canaries, contents, hash_of, make_project
@@ -127,31 +126,16 @@ def test_even_the_own_recorder_reaches_no_further(project, kind):
     assert not any(word in told for word in ("called", "executed", "tools", "loss", "extra"))
 
 
-def pickle_of(*parts):
-    return b"\x80\x02" + b"".join(parts) + b"."
-
-
 def calling(module, name, text="touch canary"):
-    return f"c{module}\n{name}\n".encode() + b"(X" + len(text).to_bytes(4, "little") + text.encode() + b"tR"
+    return forge.call(forge.name(module, name), forge.text(text))
 
 
 def archive(pickle, **others):
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as file:
-        file.writestr("archive/data.pkl", pickle)
-        file.writestr("archive/byteorder", "little")
-        for name, data in others.items():
-            file.writestr(name, data)
-    return buffer.getvalue()
+    return forge.archive(pickle, [], folder="archive", extra=others.items())
 
 
-def sound():
-    buffer = io.BytesIO()
-    torch.save({"weight": torch.zeros(2)}, buffer)
-    return zipfile.ZipFile(buffer).read("archive/data.pkl")
-
-
-EVIL = pickle_of(calling("posix", "system"))
+SOUND, EVIL = forge.weights(), calling("posix", "system")
+PLAIN, WHOLE = (forge.PROTOCOL_2 + pickle + forge.STOP for pickle in (EVIL, SOUND))
 CALLS = {
     "os.system": ("posix", "system"),
     "a file of the folder": ("train", "execute"),
@@ -169,20 +153,20 @@ CALLS = {
 @pytest.mark.parametrize("kind", CALLS)
 def test_no_pickle_reaches_code(project, kind):
     text = "train.execute()" if "eval" in kind else "touch canary"
-    (project / "dump.pth").write_bytes(archive(pickle_of(calling(*CALLS[kind], text))))
+    (project / "dump.pth").write_bytes(archive(calling(*CALLS[kind], text)))
     with pytest.raises(DumpError, match=r"neither a state dict nor arrays|it holds a type, not a dict"):
         read_dump(project / "dump.pth")
     assert canaries(project) == ""
 
 
 ARCHIVES = {
-    "another case, later": lambda: archive(sound(), **{"archive/DATA.PKL": EVIL, "archive/data/0": bytes(8)}),
-    "another case, first": lambda: archive(EVIL, **{"archive/Data.pkl": sound(), "archive/data/0": bytes(8)}),
-    "another folder": lambda: archive(sound(), **{"Archive/data.pkl": EVIL, "archive/data/0": bytes(8)}),
-    "two files in one": lambda: archive(EVIL) + archive(sound(), **{"archive/data/0": bytes(8)}),
-    "a plain pickle": lambda: EVIL,
+    "another case, later": lambda: archive(SOUND, **{"archive/DATA.PKL": PLAIN, "archive/data/0": bytes(8)}),
+    "another case, first": lambda: archive(EVIL, **{"archive/Data.pkl": WHOLE, "archive/data/0": bytes(8)}),
+    "another folder": lambda: archive(SOUND, **{"Archive/data.pkl": PLAIN, "archive/data/0": bytes(8)}),
+    "two files in one": lambda: archive(EVIL) + archive(SOUND, **{"archive/data/0": bytes(8)}),
+    "a plain pickle": lambda: PLAIN,
     "a script": lambda: b"import os; os.system('touch canary')",
-    "a TorchScript": lambda: archive(EVIL, **{"archive/constants.pkl": EVIL, "archive/code/__torch__.py": "x"}),
+    "a TorchScript": lambda: archive(EVIL, **{"archive/constants.pkl": PLAIN, "archive/code/__torch__.py": "x"}),
 }
 
 

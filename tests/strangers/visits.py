@@ -1,4 +1,4 @@
-"""What the strangers have in common: numbers to feed them, layers around them, and the short form of a diagnosis."""
+"""What the strangers have in common: numbers to feed them, and layers around them."""
 
 import torch
 from torch import nn
@@ -45,15 +45,3 @@ class Lifted(nn.Module):
 def mean(output, _batch):
     """A loss in fp32."""
     return output.float().mean()
-
-
-def blamed(report):
-    """Verdict, module, op and cause, the four things that must be right."""
-    if report.origin is None:
-        return (report.verdict,)
-    return report.verdict, report.origin.place.module, report.origin.op, report.cause and report.cause.code
-
-
-def line(report):
-    """The line of source that the report shows."""
-    return report.origin.source.text
