@@ -58,14 +58,10 @@ class TwoNets(lightning.LightningModule):
         return [torch.optim.SGD(net.parameters(), lr=1e-3) for net in (self.critic, self.net)], []
 
 
-def fit(callback, loud, scaler, model=None, **options):
-    torch.manual_seed(0)
-    model = Lit(width=6) if model is None else model
-    batches = [make_batch(number in loud) for number in range(6)]
+def fit(callback, model, batches, **options):
     trainer = lightning.Trainer(
         max_epochs=1,
         callbacks=[callback],
-        plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)],
         accelerator="cpu",
         logger=False,
         enable_checkpointing=False,
@@ -77,14 +73,18 @@ def fit(callback, loud, scaler, model=None, **options):
     return model
 
 
-def make_scaler():
-    return torch.amp.GradScaler("cpu", init_scale=256.0)
+def fit_in_half(callback, **options):
+    """Six batches under AMP, of which the fourth overflows."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    torch.manual_seed(0)
+    model, batches = Lit(width=6), [make_batch(number == 3) for number in range(6)]
+    return fit(callback, model, batches, plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)], **options)
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_training_that_dies_is_replayed_bit_for_bit(tmp_path):
     callback = RecorderCallback(folder=tmp_path)
-    model = fit(callback, {3}, make_scaler())
+    model = fit_in_half(callback)
     (path,) = callback.recorder.written
     dump = read_dump(path)
     assert (path.name, dump.scalars["scaler.scale"], dump.scalars["epoch"]) == ("nan-step000003.pth", 256.0, 0)
@@ -104,7 +104,7 @@ def test_a_training_that_dies_is_replayed_bit_for_bit(tmp_path):
 @pytest.mark.filterwarnings("ignore")
 def test_micro_batches_are_steps_of_their_own(tmp_path):
     callback = RecorderCallback(folder=tmp_path)
-    fit(callback, {3}, make_scaler(), accumulate_grad_batches=2)
+    fit_in_half(callback, accumulate_grad_batches=2)
     (path,) = callback.recorder.written
     dump = read_dump(path)
     assert dump.arrays["input.batch.0"].max() == LOUD
@@ -116,16 +116,7 @@ def test_micro_batches_are_steps_of_their_own(tmp_path):
 def test_manual_optimization_is_replayed(tmp_path, failing):
     callback = RecorderCallback(folder=tmp_path)
     batches = [(torch.full((3, 2, 2, 8), float(number != 1)),) for number in range(3)]
-    trainer = lightning.Trainer(
-        max_epochs=1,
-        callbacks=[callback],
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(TwoNets(failing), torch.utils.data.DataLoader(batches, batch_size=None))
+    fit(callback, TwoNets(failing), batches)
     path = callback.recorder.written[0]
     if failing == "critic":
         report = nandoctor.replay(path, fixes=False).report

@@ -4,30 +4,9 @@ import pytest
 import torch
 from projects import added
 
-FILE = """
+MIXTURE = """
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.distributions import Poisson
-
-class Towers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.image = nn.Linear(6, 4)
-        self.text = nn.Linear(5, 4)
-
-    def forward(self, image, text):
-        image = F.normalize(self.image(image), dim=-1)
-        return 55000 * image @ F.normalize(self.text(text), dim=-1).T
-
-def both_ways(logits, batch):
-    pairs = torch.arange(len(logits))
-    rows = F.cross_entropy(logits, pairs)
-    columns = F.cross_entropy(
-        logits.T,
-        pairs,
-    )
-    return (rows + columns) / 2
 
 class Mixture(nn.Module):
     def __init__(self):
@@ -40,104 +19,8 @@ class Mixture(nn.Module):
     def forward(self, x, y):
         return -self.density(x, y).log()
 
-class Counts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.means = nn.Linear(4, 3)
-        self.share = nn.Softmax(dim=1)
-
-    def forward(self, x, y):
-        far = -((y - self.means(x)) ** 2).sum(-1, keepdim=True)
-        rate = self.share(F.pad(far, (0, 1)))[:, 0]
-        return -Poisson(rate, validate_args=False).log_prob(torch.ones(len(x)))
-
-def mean_loss(loss, batch):
+def mean(loss, batch):
     return loss.mean()
-
-class Reader(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(9, 9)
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        scores = (x @ x.mT).masked_fill((ids == 0)[:, None], float("-inf"))
-        return scores.softmax(-1) @ x
-
-class Actions(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.score = nn.Linear(6, 5)
-
-    def forward(self, x, allowed):
-        return self.score(x).masked_fill(allowed == 0, float("-inf"))
-
-def by_hand(logits, batch):
-    return -(batch["wanted"] * torch.log_softmax(logits, -1)).sum(-1).mean()
-
-class Vote(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weigh = nn.Linear(4, 4)
-
-    def forward(self, x, present):
-        return (self.weigh(x).sigmoid() * present).sum(-1).log()
-
-def capped(scores, batch):
-    return scores.clamp(min=-5).mean()
-
-class Pair(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.encode = nn.Sequential(nn.Linear(10, 16), nn.ReLU())
-
-    def forward(self, a, b):
-        return self.encode(a), self.encode(b)
-
-def cosine(pair, batch):
-    a, b = pair
-    return 1 - ((a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1) + 1e-6)).mean()
-
-class Policy(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.logp = nn.Linear(6, 1)
-
-    def forward(self, x):
-        return self.logp(x)[:, 0]
-
-def surrogate(logp, batch):
-    ratio = torch.exp(logp - batch["old"])
-    advantage = (batch["gain"] - batch["gain"].mean()) / batch["gain"].std()
-    return -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
-
-def next_word(logits, batch):
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["ids"][:, 1:].flatten(), ignore_index=0)
-
-class Spread(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.logvar = nn.Linear(10, 4)
-
-    def forward(self, x):
-        logvar = self.logvar(x)
-        return torch.exp(0.5 * logvar) * torch.linspace(-1, 1, logvar.numel()).view_as(logvar), logvar
-
-def divergence(output, batch):
-    sample, logvar = output
-    return sample.abs().mean() + (logvar.float().exp() - logvar.float()).mean()
-
-class Classes(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.score = nn.Linear(6, 5)
-
-    def forward(self, x):
-        return torch.softmax(self.score(x) * 150, dim=-1)
-
-def two_terms(p, batch):
-    picked = p.gather(1, batch["label"][:, None])
-    return -torch.log(picked).mean() + p.square().mean()
 
 def guarded(loss, batch):
     assert loss.isfinite().all()
@@ -146,24 +29,85 @@ def guarded(loss, batch):
 def guarded_ratio(loss, batch):
     return guarded((loss - loss) / (loss - loss), batch)
 """
+TOWERS = """
+image = F.normalize(self.image(image), dim=-1)
+return 55000 * image @ F.normalize(self.text(text), dim=-1).T
+"""
+BOTH_WAYS = """
+pairs = torch.arange(len(output))
+rows = F.cross_entropy(output, pairs)
+columns = F.cross_entropy(
+    output.T,
+    pairs,
+)
+return (rows + columns) / 2
+"""
+COUNTS = """
+far = -((y - self.means(x)) ** 2).sum(-1, keepdim=True)
+rate = self.share(F.pad(far, (0, 1)))[:, 0]
+return -torch.distributions.Poisson(rate, validate_args=False).log_prob(torch.ones(len(x)))
+"""
+READER = """
+x = self.embed(ids)
+scores = (x @ x.mT).masked_fill((ids == 0)[:, None], float("-inf"))
+return scores.softmax(-1) @ x
+"""
+NEXT_WORD = """
+return F.cross_entropy(output[:, :-1].flatten(0, 1), batch["ids"][:, 1:].flatten(), ignore_index=0)
+"""
+COSINE = """
+a, b = output
+return 1 - ((a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1) + 1e-6)).mean()
+"""
+SURROGATE = """
+ratio = torch.exp(output - batch["old"])
+advantage = (batch["gain"] - batch["gain"].mean()) / batch["gain"].std()
+return -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
+"""
+TWO_TERMS = """
+picked = output.gather(1, batch["label"][:, None])
+return -torch.log(picked).mean() + output.square().mean()
+"""
+SPREAD = """
+logvar = self.lift(x)
+return torch.exp(0.5 * logvar) * torch.linspace(-1, 1, logvar.numel()).view_as(logvar), logvar
+"""
+DIVERGENCE = """
+sample, logvar = output
+return sample.abs().mean() + (logvar.float().exp() - logvar.float()).mean()
+"""
 
 
 @pytest.fixture
 def replay(project):
-    """A function (names of the model and the loss, arrays) -> report; the weights are those that it is built with."""
+    """(forward, loss, inputs, layers, **arrays) -> report; the weights are those that the model is built with."""
 
-    def replay(model, loss=None, **arrays):
-        project.write_file(FILE, model=model, loss=loss)
+    def replay(forward, loss=None, inputs="x", layers="self.lift = nn.Linear(4, 4)", **arrays):
+        project.write(forward, inputs=inputs, layers=layers, loss=loss)
         project.save(**arrays)
         return project.replay()
 
     return replay
 
 
+@pytest.fixture
+def replay_mixture(project):
+    """(name of the loss, how far y is) -> report."""
+
+    def replay_mixture(loss, far):
+        project.write_file(MIXTURE, model="Mixture", loss=loss)
+        project.save(x=torch.randn(5, 4), y=torch.full((5, 1), far))
+        return project.replay()
+
+    return replay_mixture
+
+
 def test_every_line_of_a_loss_that_overflows_is_widened(replay, project):
-    fix = replay("Towers", "both_ways", image=torch.randn(16, 6), text=torch.randn(16, 5)).fixes[0]
+    batch = {"image": torch.randn(16, 6), "text": torch.randn(16, 5)}
+    layers = "self.image, self.text = nn.Linear(6, 4), nn.Linear(5, 4)"
+    fix = replay(TOWERS, BOTH_WAYS, "image, text", layers, **batch).fixes[0]
     assert fix.verified
-    assert added(fix) == ["rows = F.cross_entropy(logits.float(), pairs)", "logits.T.float(),"]
+    assert added(fix) == ["rows = F.cross_entropy(output.float(), pairs)", "output.T.float(),"]
     assert project.verdict_with(fix) == "healthy"
 
 
@@ -171,7 +115,9 @@ def test_a_batch_without_a_sample_is_compared_with_itself(replay):
     """The sample is fine in float64, which is no reference for a batch that it is not in."""
     y = torch.zeros(5, 1)
     y[3] = 20.0
-    fix = next(fix for fix in replay("Counts", x=torch.randn(5, 4), y=y).fixes if fix.kind == "data")
+    layers = "self.means, self.share = nn.Linear(4, 3), nn.Softmax(dim=1)"
+    report = replay(COUNTS, inputs="x, y", layers=layers, x=torch.randn(5, 4), y=y)
+    fix = next(fix for fix in report.fixes if fix.kind == "data")
     assert fix.verified
     assert "kept, size = [0, 1, 2, 4], 5" in fix.patch
 
@@ -180,7 +126,7 @@ def test_a_loss_without_a_label_left_does_not_refuse_a_fix(replay):
     """The empty text alone has no word to predict: its loss is 0/0 whatever the model gives."""
     ids = torch.randint(1, 9, (4, 5))
     ids[2] = 0
-    fix = replay("Reader", "next_word", ids=ids).fixes[0]
+    fix = replay(READER, NEXT_WORD, "ids", "self.embed = nn.Embedding(9, 9)", ids=ids).fixes[0]
     assert (fix.verified, fix.kind) == (True, "source")
     (alone,) = (check for check in fix.checks if check.name == "samples to blame alone")
     assert alone.status == "not-checked"
@@ -191,11 +137,14 @@ def test_infinities_that_are_meant_stay_in_the_output(replay):
     allowed = torch.ones(4, 5)
     allowed[1:, 2] = 0
     wanted = torch.eye(5)[[0, 1, 3, 4]]
-    report = replay("Actions", "by_hand", x=torch.randn(4, 6), allowed=allowed, wanted=wanted)
-    assert (report.verdict, report.origin.source.line) == ("numerics", 70)
+    forward = 'return self.lift(x).masked_fill(allowed == 0, float("-inf"))'
+    loss = 'return -(batch["wanted"] * torch.log_softmax(output, -1)).sum(-1).mean()'
+    batch = {"x": torch.randn(4, 6), "allowed": allowed, "wanted": wanted}
+    report = replay(forward, loss, "x, allowed", "self.lift = nn.Linear(6, 5)", **batch)
+    assert (report.verdict, report.origin.source.text) == ("numerics", loss)
     fix = report.fixes[0]
     assert fix.verified
-    assert added(fix) == ['return -(batch["wanted"] * torch.log_softmax(logits, -1).clamp(min=-10000)).sum(-1).mean()']
+    assert added(fix) == ['return -(batch["wanted"] * torch.log_softmax(output, -1).clamp(min=-10000)).sum(-1).mean()']
     output = next(check for check in fix.checks if check.name == "output")
     assert output.text.startswith("finite except for infinities that fp32 has there too")
 
@@ -204,7 +153,8 @@ def test_an_infinity_that_a_loss_does_not_forgive_is_mended(replay):
     """The loss cuts -inf off, and its gradients are NaN all the same: where log gets 0 is the place to change."""
     present = torch.ones(4, 4)
     present[2] = 0
-    fix = replay("Vote", "capped", x=torch.randn(4, 4), present=present).fixes[0]
+    forward, loss = "return (self.lift(x).sigmoid() * present).sum(-1).log()", "return output.clamp(min=-5).mean()"
+    fix = replay(forward, loss, "x, present", x=torch.randn(4, 4), present=present).fixes[0]
     assert fix.verified
     assert all(".clamp(min=1e-" in line and line.endswith(".log()") for line in added(fix))
     assert next(check for check in fix.checks if check.name == "output").text.startswith("finite, ")
@@ -213,7 +163,8 @@ def test_an_infinity_that_a_loss_does_not_forgive_is_mended(replay):
 @pytest.mark.slow
 def test_an_output_that_was_sound_refuses_no_change_of_the_loss(project):
     """fp16 rounds the terms of a small vector by over 1 % of what is left, with the change of the loss as without."""
-    project.write_file(FILE, model="Pair", loss="cosine")
+    layers = "self.encode = nn.Sequential(nn.Linear(10, 16), nn.ReLU())"
+    project.write("return self.encode(a), self.encode(b)", inputs="a, b", layers=layers, loss=COSINE)
     model = project.build()
     model.encode[0].bias.data -= 1.2
     a, (weight, bias) = torch.randn(12, 10), (model.encode[0].weight[0], model.encode[0].bias[0])
@@ -227,38 +178,40 @@ def test_an_output_that_was_sound_refuses_no_change_of_the_loss(project):
 def test_a_loss_that_no_scale_fits_is_no_fix(replay):
     """exp(80) is finite and passes; the batch of one sample, of which the spread is unknown, warns of it to nobody."""
     batch = {"x": torch.randn(8, 6), "old": -100 * torch.rand(8) - 300, "gain": torch.randn(8)}
-    fix = replay("Policy", "surrogate", **batch).fixes[0]
+    fix = replay("return self.lift(x)[:, 0]", SURROGATE, layers="self.lift = nn.Linear(6, 1)", **batch).fixes[0]
     assert "where the formula gives +Inf" in fix.workaround
-    assert added(fix) == ['ratio = torch.exp((logp - batch["old"]).clamp(max=20))']
+    assert added(fix) == ['ratio = torch.exp((output - batch["old"]).clamp(max=20))']
 
 
 @pytest.mark.slow
-def test_a_change_that_teaches_nothing_says_so(replay):
+def test_a_change_that_teaches_nothing_says_so(replay_mixture):
     """log(1e-12) has no gradient: the step passes, and no weight would move."""
-    fix = replay("Mixture", "mean_loss", x=torch.randn(5, 4), y=torch.full((5, 1), 4e8)).fixes[0]
+    fix = replay_mixture("mean", 4e8).fixes[0]
     gradients = next(check for check in fix.checks if check.name == "gradients")
     assert "all are 0, so the model learns nothing from this batch" in gradients.text
     assert "where the formula gives +Inf" in fix.workaround
 
 
 @pytest.mark.slow
-def test_a_loss_whose_error_the_nan_had_hidden_is_left_out(replay):
+def test_a_loss_whose_error_the_nan_had_hidden_is_left_out(replay_mixture):
     """The step was never watched, so its batch has no weight: "still non-finite" would be said of each change."""
-    report = replay("Mixture", "guarded", x=torch.randn(5, 4), y=torch.full((5, 1), 4e8))
+    report = replay_mixture("guarded", 4e8)
     assert report.fixes[0].workaround is not None
     assert any("raised KeyError" in note for note in report.notes)
 
 
-def test_a_loss_in_which_the_failure_is_is_not_left_out(replay):
+def test_a_loss_in_which_the_failure_is_is_not_left_out(replay_mixture):
     """Without it nothing fails, and any change would pass."""
-    report = replay("Mixture", "guarded_ratio", x=torch.randn(5, 4), y=torch.zeros(5, 1))
+    report = replay_mixture("guarded_ratio", 0.0)
     assert (report.origin.phase, report.fixes) == ("loss", ())
     assert any("fails in its loss" in note for note in report.search_notes)
 
 
 def test_a_loss_with_an_infinite_term_is_compared(replay):
     """Of an infinite sum no digit is known: that must not excuse every other value of it."""
-    report = replay("Classes", "two_terms", x=torch.randn(8, 6), label=torch.randint(0, 5, (8,)))
+    batch = {"x": torch.randn(8, 6), "label": torch.randint(0, 5, (8,))}
+    forward = "return torch.softmax(self.lift(x) * 150, dim=-1)"
+    report = replay(forward, TWO_TERMS, layers="self.lift = nn.Linear(6, 5)", **batch)
     assert (report.verdict, report.cause.code) == ("numerics", "log-of-zero")
     assert not any(fix.verified for fix in report.fixes if "torch.log" in fix.patch)
     assert max(fix.outcome.max_rel_err for fix in report.fixes) > 0.1
@@ -268,7 +221,7 @@ def test_a_change_that_is_off_says_why_and_what_to_do(replay):
     """It was written and run: what it failed is told, and what the page of the cause advises."""
     x = torch.randn(6, 10)
     x[4] *= 400
-    report = replay("Spread", "divergence", x=x)
+    report = replay(SPREAD, DIVERGENCE, layers="self.lift = nn.Linear(10, 4)", x=x)
     assert [fix.kind for fix in report.fixes if fix.verified] == ["data"]
     assert any(note.startswith("By hand: Clamp the argument") for note in report.search_notes)
     finite = [fix for fix in report.fixes if not fix.verified and fix.outcome.finite]
