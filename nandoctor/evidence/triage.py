@@ -65,8 +65,8 @@ class DumpResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """Dumps with one cause at one place in the code.
+class Group(DumpFinding):
+    """Dumps with one cause at one place in the code; the finding is that of the `representative`.
 
     `paths` are the files in the order of their steps, `modules` the dotted paths that the origin was found in. `steps`
     are the first and the last. `fix` was verified on `representative`, the dump that `page` reports on; `fix_note` says
@@ -74,17 +74,11 @@ class Group:
     """
 
     kind: Literal["group"] = "group"
-    verdict: Verdict
-    cause: str | None
-    title: str
-    headline: str
-    place: CodePlace
     paths: tuple[str, ...]
     modules: tuple[str, ...]
     steps: tuple[int, int] | None
     runs: tuple[str, ...]
     representative: str
-    fix: str = ""
     fix_note: str = ""
     page: str = ""
 

@@ -386,7 +386,7 @@ def _judge_on(proof: Proof, varied: Trials | None) -> Said:
 
     Its forward alone is run if it is the forward that failed, and the change gives its values more range.
     """
-    if varied is not None and only_widens(proof.edit) and not proof.verifier.search_trials.takes_gradients:
+    if varied is not None and only_widens(proof.edit) and not proof.verifier.search_trials.backward:
         varied = varied.without_gradients
     if varied not in proof.varied:
         proof.varied[varied] = _run_on(proof, varied)

@@ -36,7 +36,7 @@ from nandoctor.fixes.meaning import Meaning
 from nandoctor.fixes.notes import describe_none, describe_search, distance_of
 from nandoctor.fixes.program_errors import find_program_error
 from nandoctor.fixes.proof import Verifier
-from nandoctor.fixes.verify import Judgement, Known, Trials
+from nandoctor.fixes.verify import Judgement, Trials
 from nandoctor.fixes.widening import cost_of, is_below
 from nandoctor.fixes.writing import ChangeWriter, WrittenChange, write_title
 from nandoctor.ops import CASTS, PRODUCTS
@@ -164,11 +164,9 @@ class _Search:
     def __init__(self, step: FailingStep, findings: Findings, budget: TrialBudget) -> None:
         self._step, self._findings, self._budget = step, findings, budget
         numerics = not (findings.sound_in_fp32 or findings.verdict == "loss-scale")
-        known = Known(
-            fails=findings.trace.raised is None and not findings.trace.finite and findings.reference.finite,
-        )
+        fails = findings.trace.raised is None and not findings.trace.finite and findings.reference.finite
         # If the forward fails, the search looks at it alone.
-        self._trials = Trials(step, budget, numerics=numerics, backward=findings.trace.finite, known=known)
+        self._trials = Trials(step, budget, numerics=numerics, backward=findings.trace.finite, fails=fails)
         self._guilty = findings.guilty or ()
         self._writer = ChangeWriter(step.model, step.loss, findings.ops, findings.inside)
         self._verifier = self._new_verifier()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -59,72 +59,61 @@ class Judgement:
     workaround: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
-    """What is known of a step before it is tried.
-
-    `fails`: it gives NaN or Inf, and fp32 does not. `is_another`: its batch, loss, mode or seed is not that of the
-    failing step. `writes_infinities`: infinities in its output are intended; None if only a run shows that.
-    """
-
-    fails: bool = False
-    is_another: bool = False
-    writes_infinities: bool | None = None
-
-
+@dataclass(eq=False)
 class Trials:
     """The trials of one failing step; every method that runs one raises `BudgetSpent` once the budget is spent.
 
     With `numerics` the step fails in fp32 as well: an edit is then judged against float64 if that is finite, else
     against fp32 with the same edit, and must not change what was finite without it. With `backward`, gradients have to
     be finite where the reference's are. With a loss scale they also have to agree; without one, fp16's may underflow.
+
+    `fails`: the step is known to give NaN or Inf, and fp32 not. `is_another`: its batch, mode or seed is not that of
+    the failing step. `writes_infinities`: infinities in its output are intended; None if only a run shows that.
     """
 
-    def __init__(
-        self,
-        step: FailingStep,
-        budget: TrialBudget,
-        *,
-        numerics: bool,
-        backward: bool = True,
-        known: Known | None = None,
-    ) -> None:
-        known = known or Known()
-        self.step, self.numerics = step, numerics
-        self._known, self._budget = known, budget
-        self._backward = backward and step.loss is not None
-        self._is_own_step = step.loss is not surrogate_loss and not known.is_another
-        self._gradient_tolerance = math.inf if step.mode.loss_scale in (None, 1.0) else GRADIENT_TOLERANCE
-        self._judgements: dict[frozenset[Change], Judgement] = {}
-        failed = TrialOutcome(finite=False, max_rel_err=None)
-        self._looks: dict[frozenset[Change], TrialOutcome | None] = {frozenset(): failed} if known.fails else {}
-        self._references: dict[frozenset[Change], Result] = {}
+    step: FailingStep
+    budget: TrialBudget
+    _: KW_ONLY
+    numerics: bool
+    backward: bool = True
+    fails: bool = False
+    is_another: bool = False
+    writes_infinities: bool | None = None
+    _judgements: dict[frozenset[Change], Judgement] = field(default_factory=dict, init=False)
+    _looks: dict[frozenset[Change], TrialOutcome | None] = field(default_factory=dict, init=False)
+    _references: dict[frozenset[Change], Result] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.backward = self.backward and self.step.loss is not None
 
     @cached_property
     def with_gradients(self) -> Trials:
         """The trials of the same step with a backward pass, from a surrogate loss if no loss is known."""
-        if self._backward:
+        if self.backward:
             return self
         step = self.step if self.step.loss is not None else replace(self.step, loss=surrogate_loss)
-        return Trials(step, self._budget, numerics=self.numerics, known=replace(self._known, fails=False))
+        return replace(self, step=step, backward=True, fails=False)
 
     @cached_property
     def without_gradients(self) -> Trials:
         """The trials of the same step without a backward pass."""
-        return Trials(self.step, self._budget, numerics=self.numerics, backward=False, known=self._known)
+        return replace(self, backward=False)
 
-    def on(self, step: FailingStep, *, backward: bool = True) -> Trials:
-        """Return the trials of a step with another batch or scale, with gradients by default, on the same budget."""
-        known = Known(is_another=not self._is_own_step or step.call is not self.step.call)
-        return Trials(step, self._budget, numerics=self.numerics, backward=backward, known=known)
+    def on(self, step: FailingStep) -> Trials:
+        """Return the trials of a step with another batch or scale, with gradients, on the same budget."""
+        is_another = not self._is_own_step or step.call is not self.step.call
+        return replace(self, step=step, backward=True, fails=False, is_another=is_another, writes_infinities=None)
 
     def varied(self, *, training: bool, seed: int | None) -> Trials:
         """Return the trials of the step in this mode, with this seed."""
         if (training, seed) == (self.step.mode.training, self.step.randomness.seed):
             return self
-        known = Known(is_another=True, writes_infinities=self._writes_infinities)
         step = self.step.varied(training=training, seed=seed)
-        return Trials(step, self._budget, numerics=self.numerics, backward=self._backward, known=known)
+        return replace(self, step=step, fails=False, is_another=True, writes_infinities=self._writes_infinities)
+
+    @property
+    def _is_own_step(self) -> bool:
+        return self.step.loss is not surrogate_loss and not self.is_another
 
     @cached_property
     def _writes_infinities(self) -> bool:
@@ -132,19 +121,16 @@ class Trials:
 
         If not, a variation that is non-finite in both precisions (in eval mode, by a BatchNorm's statistics) fails.
         """
-        if self._known.writes_infinities is not None:
-            return self._known.writes_infinities
+        if self.writes_infinities is not None:
+            return self.writes_infinities
         reference = self.reference()
         return reference.ran and not reference.values_finite and not reference.has_nan
-
-    @property
-    def takes_gradients(self) -> bool:
-        """True if each run makes a backward pass."""
-        return self._backward
 
     def look(self, *edits: Change) -> TrialOutcome | None:
         """Return the outcome with the edits, compared with fp32 on the same samples; None if the step cannot run."""
         edits = tuple(edit for edit in edits if edit != UseFormat(format=self.step.low))  # it has that format already
+        if self.fails and not edits:
+            return TrialOutcome(finite=False, max_rel_err=None)
         key = _key(edits)
         if key not in self._looks:
             judged = self._judgements.get(key) if not self.numerics else None
@@ -184,12 +170,13 @@ class Trials:
         judgement = self.assess(made, edits)
         if judgement.passes and not self.numerics and self.list_spoilt(made):
             return replace(judgement, passes=False)
-        if not (judgement.passes and self._backward):
+        if not (judgement.passes and self.backward):
             return judgement
         reference = self.sound_reference(edits)
         if not gradients_finite(made, reference) or (self.numerics and not reference.gradients_finite):
             return _failed(made)
-        return replace(judgement, passes=gradient_error(made, reference) <= self._gradient_tolerance)
+        tolerance = math.inf if self.step.mode.loss_scale in (None, 1.0) else GRADIENT_TOLERANCE
+        return replace(judgement, passes=gradient_error(made, reference) <= tolerance)
 
     def list_spoilt(self, made: Result) -> list[str]:
         """Return the state that a run leaves non-finite, unless fp32 does so too with finite values, or for a mask."""
@@ -276,7 +263,7 @@ class Trials:
 
     def _shared_reference(self, key: frozenset[Change]) -> Result | None:
         """Return the same reference with gradients, if known; the unchanged step's is run, since any fix needs it."""
-        if self._backward or not self._is_own_step:
+        if self.backward or not self._is_own_step:
             return None
         if not key and not is_large(self.step.model):
             reference = self.with_gradients.reference()
@@ -296,7 +283,7 @@ class Trials:
         watch = Watch(stage="closer look", ops=True, backward=True)
         traces = []
         for policy in (None, REFERENCE):
-            self._budget.spend()
+            self.budget.spend()
             try:
                 outcome = self.step.run(policy, watch, edits)
             except (LossError, ModelError, CannotRunError, RuntimeError, MemoryError) as error:
@@ -307,7 +294,7 @@ class Trials:
         return traces[0], traces[1]
 
     def _execute(self, edits: tuple[Change, ...], policy: Policy | None) -> Result:
-        self._budget.spend()
+        self.budget.spend()
         in_fp64 = any(isinstance(edit, UseFormat) and edit.format is FP64 for edit in _key(edits))
         if in_fp64 and sum(parameter.numel() for parameter in self.step.model.parameters()) > MOST_FP64_PARAMETERS:
             return keep(None)
@@ -322,8 +309,8 @@ class Trials:
                 if not self.reference().ran and is_wrong_call(error):
                     raise  # unchanged, the NaN stops the loss before it needs what the dump lacks
                 return keep(None)
-            if self.step.loss is surrogate_loss and self._backward:
-                self._backward = False  # the output depends on no trained weight
+            if self.step.loss is surrogate_loss and self.backward:
+                self.backward = False  # the output depends on no trained weight
                 return self._execute(edits, policy)
             return keep(None)
         except (ModelError, CannotRunError, RuntimeError, MemoryError) as error:
@@ -339,12 +326,12 @@ class Trials:
                 seen.append(True)
 
         watch = Watch(
-            stage=f"trial {self._budget.num_run}",
+            stage=f"trial {self.budget.num_run}",
             statistics="none",
-            backward=self._backward,
-            keep=self._backward,
+            backward=self.backward,
+            keep=self.backward,
             worth_backward=partial(self._may_pass, edits),
-            look=look if edits and policy is None and not self._known.is_another else None,
+            look=look if edits and policy is None and not self.is_another else None,
         )
         # Warnings are ignored: they are about a batch or a format that the code never ran with.
         with warnings.catch_warnings(action="ignore"):
@@ -374,7 +361,7 @@ class Trials:
     def _end_if(self, *, out_of_memory: bool) -> None:
         """Raise BudgetSpent if memory ran out: it says nothing about the change, and the next one would not fit."""
         if out_of_memory:
-            self._budget.out_of_memory = True
+            self.budget.out_of_memory = True
             raise BudgetSpent
 
 

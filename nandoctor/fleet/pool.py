@@ -21,6 +21,7 @@ from concurrent.futures import (
 )
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 from nandoctor.errors import NanDoctorError
@@ -64,7 +65,7 @@ def _run_of_one_code(size: int, memory: int | None, waiting: deque[Job]) -> Iter
                 if error is not None:
                     _kill(pool)
                 idle.append(pool if error is None else make_pool())
-                yield future.result() if error is None else _ended(job, began, error)
+                yield future.result() if error is None else _died(job, error, time.perf_counter() - began)
     finally:
         for pool in (*idle, *(pool for _, pool, _ in running.values())):
             _kill(pool)
@@ -99,25 +100,24 @@ def open_workers(*, executor: Executor | None, jobs: int | None, scheduler: str 
         if jobs is None:
             jobs = count_cores() if room is None else min(count_cores(), max(room // _LEAST_NBYTES, 1))
         memory = None if room is None else max(int(_SHARE * room / jobs), _LEAST_NBYTES)
-        yield partial(_run_in_processes, jobs, memory)
+        with _starting_processes():
+            yield partial(_run_in_processes, jobs, memory)
 
 
 def _make_pool(memory: int | None, num_threads: int) -> ProcessPoolExecutor:
     """Return a pool of one process, which starts with its first job."""
-    with _starting_processes():
-        return ProcessPoolExecutor(
-            max_workers=1,
-            mp_context=multiprocessing.get_context("spawn"),  # a fork of this process would lack torch's threads
-            initializer=_prepare_worker,
-            initargs=(memory, num_threads),
-        )
+    return ProcessPoolExecutor(
+        max_workers=1,
+        mp_context=multiprocessing.get_context("spawn"),  # a fork of this process would lack torch's threads
+        initializer=_prepare_worker,
+        initargs=(memory, num_threads),
+    )
 
 
 def _submit(pool: ProcessPoolExecutor, job: Job) -> Future[JobAnswer]:
     """Give a job to the pool's process, and start that if need be; if it ended while it was idle, the job fails."""
     try:
-        with _starting_processes():
-            return pool.submit(run_job, job)
+        return pool.submit(run_job, job)
     except BrokenProcessPool as error:
         failed = Future[JobAnswer]()
         failed.set_exception(error)
@@ -134,7 +134,7 @@ def _kill(pool: ProcessPoolExecutor) -> None:
 
 @contextmanager
 def _starting_processes() -> Iterator[None]:
-    """Start processes that import nothing from the working directory.
+    """Make the processes that start in this context import nothing from the working directory.
 
     A new process takes over our import path only after its first imports, which a random.py beside a stranger's dump
     could hijack if the working directory were on its path. So could the process that counts the locks of a pool.
@@ -174,19 +174,14 @@ def _code_of(job: Job) -> str:
     return str(job.settings.model or "").rpartition(":")[0]
 
 
-def _ended(job: Job, began: float, error: BaseException) -> JobAnswer:
-    """Return the answer for a file whose process has ended, by its deadline or otherwise."""
-    if job.timeout_s is None or time.perf_counter() - began < job.timeout_s:
-        return _died(job, error)
-    reason = f"It took longer than {job.timeout_s:g} s (--timeout)."
-    return JobAnswer(result=DumpResult(path=job.shown, key=job.key, outcome="timed-out", reason=reason))
-
-
-def _died(job: Job, error: BaseException) -> JobAnswer:
-    """Return the answer for a file whose worker gave none."""
+def _died(job: Job, error: BaseException, elapsed_s: float = 0.0) -> JobAnswer:
+    """Return the answer for a file whose worker gave none until it ended, by its deadline or otherwise."""
     name = type(error).__name__
     reason = f"Its worker gave no answer ({name}): it used too much memory, or the model's own code ended it."
-    return JobAnswer(result=DumpResult(path=job.shown, key=job.key, outcome="died", reason=reason))
+    result = DumpResult(path=job.shown, key=job.key, outcome="died", reason=reason)
+    if job.timeout_s is not None and elapsed_s >= job.timeout_s:
+        result = replace(result, outcome="timed-out", reason=f"It took longer than {job.timeout_s:g} s (--timeout).")
+    return JobAnswer(result=result)
 
 
 @contextmanager

@@ -5,9 +5,10 @@ from __future__ import annotations
 import glob
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +123,8 @@ def triage(
     run.store.open()
     try:
         with open_workers(executor=options.executor, jobs=options.jobs, scheduler=options.scheduler) as workers:
-            run.diagnose(workers)
-            run.try_fixes(workers)
+            run.collect(workers, run.paths, run.results)
+            run.collect(workers, run.representatives(), run.with_fixes, fixes=True)
     except KeyboardInterrupt:
         raise InterruptedTriageError(run.finish()) from None
     return run.finish()
@@ -136,25 +137,27 @@ class _TriageRun:
         self.progress = progress
         self.store = Store(options.folder)
         self.results: dict[str, DumpResult] = {}
-        self.fixes: dict[str, DumpResult] = {}
+        self.with_fixes: dict[str, DumpResult] = {}
         self.num_reused = 0
         self._started = time.perf_counter()
 
-    def diagnose(self, workers: Workers) -> None:
-        """Collect one result for each file, as they come."""
-        for number, result in enumerate(self._work(workers, self.paths, fixes=False), 1):
-            self.results[result.path] = replace(result, run=result.run or brief(str(Path(result.path).parent)))
-            self.progress("Diagnosing", number, len(self.paths))
+    def collect(
+        self, workers: Workers, paths: Sequence[Path], results: dict[str, DumpResult], *, fixes: bool = False
+    ) -> None:
+        """Add the result of each file: first those in the folder, then the others as they come from workers."""
+        made = [self._make_job(path, fixes=fixes) for path in paths]
+        known = (job for job in made if isinstance(job, DumpResult))
+        new = map(self.store.keep, workers([job for job in made if isinstance(job, Job)]))
+        for number, result in enumerate(chain(known, new), 1):
+            results[result.path] = replace(result, run=result.run or brief(str(Path(result.path).parent)))
+            self.progress("Fixes" if fixes else "Diagnosing", number, len(paths))
 
-    def try_fixes(self, workers: Workers) -> None:
-        """Search for fixes on the representative of each group that failed."""
+    def representatives(self) -> list[Path]:
+        """Return the files to search for fixes on: one of each group that failed, none if no fixes are wanted."""
         if self.options.settings.get("fixes") is False:
-            return
+            return []
         groups = group_results(self.results.values())
-        chosen = [Path(group.representative) for group in groups if group.verdict not in NOTHING_FOUND]
-        for number, result in enumerate(self._work(workers, chosen, fixes=True), 1):
-            self.fixes[result.path] = result
-            self.progress("Fixes", number, len(chosen))
+        return [Path(group.representative) for group in groups if group.verdict not in NOTHING_FOUND]
 
     def finish(self) -> Triage:
         """Return what is known, and write it into the files of the folder."""
@@ -172,7 +175,7 @@ class _TriageRun:
         return found
 
     def _with_fixes(self, group: Group) -> Group:
-        result = self.fixes.get(group.representative)
+        result = self.with_fixes.get(group.representative)
         if result is None:
             return group
         if result.finding is None:
@@ -184,12 +187,6 @@ class _TriageRun:
             fix_note="" if result.finding.fix else f"no change tried on {group.representative} was verified",
             page=str(page.relative_to(self.store.folder)) if page.is_file() else "",
         )
-
-    def _work(self, workers: Workers, paths: Sequence[Path], *, fixes: bool) -> Iterator[DumpResult]:
-        """Yield the results for these files, first those in the folder, then the others as they come from workers."""
-        made = [self._make_job(path, fixes=fixes) for path in paths]
-        yield from (job for job in made if isinstance(job, DumpResult))
-        yield from map(self.store.keep, workers([job for job in made if isinstance(job, Job)]))
 
     def _make_job(self, path: Path, *, fixes: bool) -> Job | DumpResult:
         """Return the job of a worker for this file, or the result if that is known."""
@@ -247,11 +244,7 @@ def _make_group(results: Sequence[DumpResult]) -> Group:
     representative, best = min(found, key=lambda pair: _GRADES.index(pair[1].grade))
     steps = [result.step for result in results if result.step is not None]
     return Group(
-        verdict=best.verdict,
-        cause=best.cause,
-        title=best.title,
-        headline=best.headline,
-        place=best.place,
+        **{item.name: getattr(best, item.name) for item in fields(best)},
         paths=tuple(result.path for result in results),
         modules=tuple(dict.fromkeys(finding.place.module for finding in findings)),
         steps=(min(steps), max(steps)) if steps else None,

@@ -63,7 +63,7 @@ def run_job(job: Job) -> JobAnswer:
     started = time.perf_counter()
     try:
         with (
-            _deadline(job.timeout_s),
+            _deadline(job.timeout_s) if job.timeout_s is not None else contextlib.nullcontext(),
             # A dump names files from the user's folder: a worker of a cluster may run elsewhere.
             contextlib.chdir(job.cwd) if job.cwd.is_dir() else contextlib.nullcontext(),
             contextlib.redirect_stdout(sys.stderr),
@@ -148,11 +148,8 @@ def _describe_error(job: Job, error: BaseException) -> DumpResult:
 
 
 @contextmanager
-def _deadline(seconds: float | None) -> Iterator[None]:
+def _deadline(seconds: float) -> Iterator[None]:
     """End the process when time is up: C code cannot be interrupted in any other way."""
-    if seconds is None:
-        yield
-        return
     with Path(os.devnull).open("w") as nowhere:
         faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
         try:

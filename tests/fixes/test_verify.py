@@ -23,7 +23,7 @@ from nandoctor.fixes.agreement import BF16_TOLERANCE, TOLERANCE
 from nandoctor.fixes.budget import BudgetSpent, TrialBudget
 from nandoctor.fixes.meaning import Meaning
 from nandoctor.fixes.proof import Verifier
-from nandoctor.fixes.verify import Known, Trials
+from nandoctor.fixes.verify import Trials
 from nandoctor.fixes.writing import WrittenChange
 
 
@@ -41,9 +41,9 @@ def test_nothing_is_run_twice_nor_if_it_is_known():
     step = make_residual(empty_row=True)
     trials, unchanged, kept = make_trials(step), UseFormat(format=step.low), KeepModule(module="", children=False)
     first = trials.look(unchanged), trials.passes(kept)
-    runs = trials._budget.num_run
-    assert (trials.look(unchanged), trials.passes(kept), trials._budget.num_run) == (*first, runs)
-    known = Trials(step, TrialBudget(max_trials=0), numerics=False, known=Known(fails=True))
+    runs = trials.budget.num_run
+    assert (trials.look(unchanged), trials.passes(kept), trials.budget.num_run) == (*first, runs)
+    known = Trials(step, TrialBudget(max_trials=0), numerics=False, fails=True)
     assert known.look(unchanged) == first[0]
 
 
