@@ -12,7 +12,7 @@ from nandoctor.cli.failures import EXIT_CANNOT_TELL, EXIT_INTERRUPTED, exit_code
 from nandoctor.cli.options import MODEL_AND_STEP, check_replaceable, file_option, settings_options
 from nandoctor.cli.shared import DumpPath, GroupedCommand, OutputConsole, call, json_option, show
 from nandoctor.views.plots.kinds import PLOTS
-from nandoctor.views.save import ENDINGS, PICTURE_ENDINGS
+from nandoctor.views.save import ENDINGS, PICTURE_ENDINGS, save, write_text
 
 if TYPE_CHECKING:
     from nandoctor.evidence.report import Report
@@ -43,7 +43,7 @@ def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, **
     """
     if check:
         sys.exit(_check(dump, outputs, options, as_json=as_json))
-    from nandoctor.cli.display import ReplayDisplay
+    from nandoctor.views.progress import ReplayDisplay
 
     output = None if as_json else OutputConsole(file=sys.stdout)  # before what a model prints is redirected
     display = ReplayDisplay(output)
@@ -103,15 +103,11 @@ def repro(dump: Path, file: Path | None, **options: Any) -> None:
     if file is None:
         click.echo(script, nl=False)
         return
-    from nandoctor.views.save import write_text
-
     write_text(script, file)
     tell(f"Wrote {file}")
 
 
 def _write_all(report: Report, outputs: tuple[Path, ...], *, as_json: bool = False, kind: str = "ranges") -> None:
-    from nandoctor.views.save import save
-
     if as_json:
         show(report, as_json=True)
     for path in outputs:

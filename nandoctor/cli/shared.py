@@ -12,7 +12,7 @@ import click
 from rich.console import Console
 
 if TYPE_CHECKING:
-    from nandoctor.cli.display import ReplayDisplay
+    from nandoctor.views.progress import ReplayDisplay
 
 DumpPath = click.Path(path_type=Path)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else.")
@@ -58,8 +58,8 @@ class OutputConsole(Console):
 
 def call(function: str, dump: Path, options: dict[str, Any], display: ReplayDisplay | None = None) -> Any:
     """Return what a function of `nandoctor.case` gives for a dump; a bar on standard error shows how far it is."""
-    from nandoctor.cli.display import ReplayDisplay
     from nandoctor.machine import torch_imported
+    from nandoctor.views.progress import ReplayDisplay
 
     with (display or ReplayDisplay()).shown() as progress:  # importing torch alone takes a second
         with torch_imported():

@@ -6,17 +6,20 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+from rich.console import Console
+from rich.progress import Progress
 
 from nandoctor.cli.options import settings_options
 from nandoctor.cli.shared import GroupedCommand, show
+from nandoctor.evidence.triage import Triage
+from nandoctor.fleet.triage import InterruptedTriageError, TriageOptions, TriageProgress
+from nandoctor.fleet.triage import triage as run_triage
+from nandoctor.step.settings import OPTIONS
 from nandoctor.text import plural
-
-if TYPE_CHECKING:
-    from nandoctor.evidence.triage import Triage
-    from nandoctor.fleet.triage import TriageProgress
+from nandoctor.views.triage import triage_lines
 
 
 @click.command(
@@ -60,10 +63,6 @@ def triage(context: click.Context, /, patterns: tuple[str, ...], as_json: bool, 
     """
     if options["scheduler"] is not None and options["jobs"]:
         raise click.UsageError("--scheduler goes with no --jobs: the cluster has its own workers.")
-    from nandoctor.fleet.triage import InterruptedTriageError, TriageOptions
-    from nandoctor.fleet.triage import triage as run_triage
-    from nandoctor.step.settings import OPTIONS
-
     settings = {name: value for name, value in options.items() if name in OPTIONS and value is not None}
     others = {name: value for name, value in options.items() if name not in OPTIONS}
     try:
@@ -77,8 +76,6 @@ def triage(context: click.Context, /, patterns: tuple[str, ...], as_json: bool, 
 
 
 def _print(found: Triage, *, as_json: bool) -> None:
-    from nandoctor.views.triage import triage_lines
-
     if as_json:
         click.echo(triage_lines(found), nl=False)
     else:
@@ -88,9 +85,6 @@ def _print(found: Triage, *, as_json: bool) -> None:
 @contextmanager
 def _progress_shown() -> Iterator[TriageProgress]:
     """Show a progress line if standard error is a terminal, and yield the function that moves it."""
-    from rich.console import Console
-    from rich.progress import Progress
-
     errors = Console(file=sys.stderr)
     with Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
         task = bar.add_task("Starting workers", total=None)
