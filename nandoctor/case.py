@@ -19,6 +19,7 @@ from nandoctor.evidence.verification import Verification
 from nandoctor.pipeline import add_fixes, replay_dump
 from nandoctor.repro_scripts.build import make_script
 from nandoctor.source_files import find_typed
+from nandoctor.step.code_changes import Changed
 from nandoctor.step.model_loading import ModelSource
 from nandoctor.step.settings import ReplayOptions, Settings, StepOptions, anchor, settings_for
 from nandoctor.step.weights import take_weights
@@ -129,15 +130,14 @@ def verify(
     Raises:
         NanDoctorError: the dump, the model, the call or an option is wrong; the message says what to do.
     """
-    dump, settings = _read(dump, options)
     files = changed if isinstance(changed, bool) else [Path(file) for file in changed]
-    return verify_dump(dump, anchor(model), settings, changed=files, progress=progress)[0]
+    return check(dump, changed=files, progress=progress, model=model, **options)[0]
 
 
 def check(
-    dump: Dump,
+    dump: Dump | str | os.PathLike[str],
     *,
-    changed: Sequence[Path] = (),
+    changed: Changed = (),
     proved: bool = False,
     progress: Progress = lambda *_: None,
     **options: Any,

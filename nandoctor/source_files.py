@@ -70,15 +70,10 @@ def defines_code(path: Path, name: str, *, own: bool) -> bool:
     return defines(path, name, (ast.ClassDef, ast.FunctionDef) if has_function else (ast.ClassDef,))
 
 
-def _parse_file(path: Path) -> ast.Module | None:
-    """Parse a file as `parse` does; raise OSError, SyntaxError or UnicodeDecodeError if it cannot be read."""
-    return parse(decode_source(path.read_bytes())[0].removeprefix("\ufeff"))
-
-
 def parse_source(path: Path) -> ast.Module | None:
     """Parse a file as `parse` does; return None if it cannot be read either."""
     try:
-        return _parse_file(path)
+        return parse(decode_source(path.read_bytes())[0].removeprefix("\ufeff"))
     except (SyntaxError, UnicodeDecodeError, OSError):
         return None
 
@@ -111,10 +106,8 @@ def package_of(path: Path) -> tuple[Path, str] | None:
     """Return the parent folder of a file's package, and the file's dotted name; None for a script.
 
     A file is of a package if it imports relatively, or imports a part of that package by the package's name.
-
-    Raise OSError, SyntaxError or UnicodeDecodeError if the file cannot be read.
     """
-    tree = _parse_file(path)
+    tree = parse_source(path)
     statements = tree.body if tree is not None else []
     num_up = max((statement.level for statement in statements if isinstance(statement, ast.ImportFrom)), default=0)
     if 0 < num_up < len(path.parents):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from nandoctor.changes.setting import SetLossScale
 from nandoctor.diagnosis.run_summary import WRONG
@@ -30,15 +29,13 @@ from nandoctor.fixes.proof import Verifier
 from nandoctor.fixes.verify import Trials
 from nandoctor.fixes.writing import WrittenChange
 from nandoctor.pipeline import Diagnosed, replay_dump
-from nandoctor.step.code_changes import find_changes
+from nandoctor.step.code_changes import Changed, find_changes
 from nandoctor.step.model_loading import ModelSource
 from nandoctor.step.settings import Settings
 from nandoctor.text import are, join_first, mode_text, part_of, percent
 from nandoctor.views.commands import command_for
 from nandoctor.views.verification import describe_changes
 
-Changed = bool | Sequence[Path]
-"""Files that were changed; True for files that are not named."""
 _PASSES = ("healthy", "not-reproduced")
 _SAYS_WHAT_FAILED = {
     "loss": "the loss was non-finite",
@@ -90,7 +87,7 @@ def verify_dump(
         trained = replay_dump(dump, model, replace(settings, mode="train"), progress=progress)
         if trained.report.verdict in _PASSES:
             query = replace(query, other_mode_differs=True)
-            found = trained if _compare_code(trained, query).changed else found
+            found = trained if _code_of(trained, query).changed else found
     verification = _conclude(found, query)
     return verification, _add_outcome(found.report, verification)
 
@@ -143,7 +140,7 @@ def _conclude(found: Diagnosed, query: _Query) -> Verification:
     )
     if step is None:
         return _cannot_tell(blank, ["The file holds no batch, so there is no step to run."])
-    blank = replace(blank, code=_compare_code(found, query), run=mode_text(step.randomness.seed, step.mode.training))
+    blank = replace(blank, code=_code_of(found, query), run=mode_text(step.randomness.seed, step.mode.training))
     if report.verdict == "cannot-tell":
         return _cannot_tell(blank, [report.headline], report.next_steps)
     if report.verdict not in _PASSES:
@@ -164,13 +161,9 @@ def _conclude(found: Diagnosed, query: _Query) -> Verification:
     return replace(measured, outcome="fixed", headline="the step that failed passes now")
 
 
-def _compare_code(found: Diagnosed, query: _Query) -> CodeState:
-    """Return how the code differs from that of the training, including what the caller says about it."""
+def _code_of(found: Diagnosed, query: _Query) -> CodeState:
     assert found.step is not None
-    told = () if isinstance(query.changed, bool) else tuple(query.changed)
-    code = find_changes(query.dump, found.step, query.settings, told=told)
-    by_word = ("the code, as you say",) if query.changed is True else ()
-    return replace(code, settings=(*code.settings, *by_word))
+    return find_changes(query.dump, found.step, query.settings, changed=query.changed)
 
 
 def _fails(blank: Verification, report: Report, query: _Query) -> Verification:

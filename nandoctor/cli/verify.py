@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,13 +17,17 @@ from nandoctor.cli.failures import exit_code_answers, remedy_for, tell
 from nandoctor.cli.options import MODEL_AND_STEP, settings_options
 from nandoctor.cli.shared import DumpPath, GroupedCommand, call, json_option, show
 from nandoctor.errors import NanDoctorError
+from nandoctor.evidence.codec import from_plain
+from nandoctor.evidence.edits import SourcePatch
+from nandoctor.evidence.report import Fix, Report
+from nandoctor.evidence.verification import FixChoice, Verification, cannot_tell
 from nandoctor.text import plural
+from nandoctor.views.commands import command_for
+from nandoctor.views.fixes import WHERE_TO_RUN, no_fix_heading
+from nandoctor.working_tree import restore_files, write_patch
 
 if TYPE_CHECKING:
     from nandoctor.case import Case
-    from nandoctor.evidence.edits import SourcePatch
-    from nandoctor.evidence.report import Fix, Report
-    from nandoctor.evidence.verification import FixChoice, Verification
 
 EXIT_NOTHING_FAILED = 3
 
@@ -44,22 +50,14 @@ def verify(dump: Path, as_json: bool, **options: Any) -> None:
     Exit: 0 fixed, 1 still fails, 125 cannot tell.
     """
     with exit_code_answers():
-        verification = _verify(dump, options)
+        try:
+            verification: Verification = call("check", dump, options)[0]
+        except NanDoctorError as error:
+            verification = cannot_tell(str(dump), error.message, remedy_for(error))
+        except Exception as error:
+            verification = cannot_tell(str(dump), f"nandoctor failed: {error!r}")
         show(verification, as_json=as_json)
     sys.exit(verification.exit_code)
-
-
-def _verify(dump: Path, options: dict[str, Any]) -> Verification:
-    """Return the verification; any failure means that it cannot tell."""
-    from nandoctor.evidence.verification import cannot_tell
-
-    try:
-        verification: Verification = call("check", dump, options)[0]
-    except NanDoctorError as error:
-        return cannot_tell(str(dump), error.message, tuple(remedy_for(error).split("\n")))
-    except Exception as error:
-        return cannot_tell(str(dump), f"nandoctor failed: {error!r}")
-    return verification
 
 
 @click.command(
@@ -110,10 +108,6 @@ def fix(dump: Path, pick: int | None, only_diff: bool, write: bool, as_json: boo
 
 def _choose(case: Case, pick: int | None) -> FixChoice:
     """Return the fix of that number, from 1: of those that were verified, then of the workarounds if one is named."""
-    from nandoctor.evidence.verification import FixChoice
-    from nandoctor.views.commands import command_for
-    from nandoctor.views.fixes import no_fix_heading
-
     report, verified = case.report, [item for item in case.fixes if item.verified]
     workarounds = [] if pick is None else [item for item in case.fixes if item.workaround is not None]
     choices, pick = [*verified, *workarounds], pick or 1
@@ -132,9 +126,6 @@ def _choose(case: Case, pick: int | None) -> FixChoice:
 
 
 def _patch_of(chosen: Fix) -> SourcePatch:
-    from nandoctor.evidence.edits import SourcePatch
-    from nandoctor.views.fixes import WHERE_TO_RUN
-
     if chosen.kind != "source":
         raise NanDoctorError(
             f"This fix is no diff of a file ({chosen.title}): {WHERE_TO_RUN[chosen.kind]}.",
@@ -145,8 +136,6 @@ def _patch_of(chosen: Fix) -> SourcePatch:
 
 def _write(choice: FixChoice, case: Case, *, allow_installed: bool) -> FixChoice:
     """Write the files, and replay the step in a new process; restore the files unless the step passes."""
-    from nandoctor.working_tree import restore_files, write_patch
-
     files = write_patch(_patch_of(choice.fix).files, allow_installed=allow_installed)
     names, passes = tuple(str(file.path) for file in files), False
     try:
@@ -163,12 +152,6 @@ def _verify_afresh(report: Report, changed: Sequence[str]) -> Verification:
 
     The step is replayed as it failed here: in the same mode, with the same seed.
     """
-    import json
-    import subprocess
-
-    from nandoctor.evidence.codec import from_plain
-    from nandoctor.evidence.verification import Verification, cannot_tell
-
     path, *flags = report.arguments
     if report.runs is not None:
         flags += ["--mode", "train" if report.runs.autocast.training else "eval"]

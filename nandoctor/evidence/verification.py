@@ -100,7 +100,7 @@ class FixChoice:
     verification: Verification | None = None
 
 
-def cannot_tell(dump: str, reason: str, next_steps: tuple[str, ...] = ()) -> Verification:
+def cannot_tell(dump: str, reason: str, advice: str = "") -> Verification:
     """Return the verification of a dump that could not be replayed; each line of `reason` is one reason."""
     reasons = tuple(line.strip() for line in reason.splitlines() if line.strip())
     return Verification(
@@ -108,5 +108,5 @@ def cannot_tell(dump: str, reason: str, next_steps: tuple[str, ...] = ()) -> Ver
         outcome="cannot-tell",
         headline=reasons[0] if reasons else "",
         reasons=reasons,
-        next_steps=tuple(step.strip() for step in next_steps),
+        next_steps=tuple(line.strip() for line in advice.split("\n") if advice),
     )

@@ -24,18 +24,24 @@ from nandoctor.step.settings import Settings
 _MAX_FILES = 500
 
 
-def find_changes(dump: Dump, step: FailingStep, settings: Settings, *, told: Sequence[Path] = ()) -> CodeState:
-    """Compare the step's code with the training's; `told` lists files that the user says were changed."""
+Changed = bool | Sequence[Path]
+"""Files that the user says were changed; True for files that are not named."""
+
+
+def find_changes(dump: Dump, step: FailingStep, settings: Settings, *, changed: Changed = ()) -> CodeState:
+    """Compare the step's code with the training's, and add what the user says about it."""
     of_model = _files_of(step.model)
     helpers = {path.resolve() for path in step.project.files(step.model)} - _named_by_user(settings)
+    told = () if isinstance(changed, bool) else changed
     by_user = tuple(CodeChange(file=shown_path(path), known_by="user") for path in told)
     found = _compare_hashes(dump.recorded, of_model)
     found = found or _compare_times(dump.path, sorted(of_model | helpers)[:_MAX_FILES])
     changes = (*by_user, *(change for change in found.changes if change.file not in {one.file for one in by_user}))
+    by_word = ("the code, as you say",) if changed is True else ()
     autocast, differing = dump.recorded.autocast, []
     if autocast is not None and settings.amp_dtype not in (None, autocast.dtype):
         differing.append(f"autocast in {settings.amp_dtype}, in the training in {autocast.dtype}")
-    return replace(found, changes=changes, settings=tuple(differing))
+    return replace(found, changes=changes, settings=(*differing, *by_word))
 
 
 def _files_of(model: nn.Module) -> set[Path]:

@@ -271,9 +271,7 @@ def _import_file(path: Path, project: Project) -> ModuleType:
         remedy = _guess(path.name, beside, "Check what stands before the colon.")
         raise ModelError(f"There is no file {relative_path(str(path))}.", remedy=remedy)
     path = path.resolve()
-    with _explained(relative_path(str(path))):
-        package = package_of(path)
-    root, name = package or (path.parent, _free_name(path))
+    root, name = package_of(path) or (path.parent, _free_name(path))
     if path.stem == "__init__":
         return _import_package(name, root, project)
     project.enter_folder(root)
