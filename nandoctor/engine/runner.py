@@ -42,10 +42,11 @@ from nandoctor.process_wide import collection_paused
 from nandoctor.torch_compat import plain_torch
 from nandoctor.tracing.dispatch_hook import (
     Invocation,
+    Proceed,
     classes_observed,
+    intercepting,
     is_unobserved,
     observer_registered,
-    observing,
 )
 from nandoctor.tracing.gradient_tracer import GradientTracer
 from nandoctor.tracing.module_tracer import Owner, Statistics, Tracer
@@ -54,7 +55,7 @@ from nandoctor.tracing.tensor_stats import collect_all
 from nandoctor.tracing.tensor_tree import list_unread
 
 Loss = Callable[[Any, Batch], torch.Tensor]
-Look = Callable[[Callable[[], Owner], Invocation, Any], None]
+Look = Callable[[Callable[[], Owner], Invocation, Proceed], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +65,8 @@ class Watch:
     `statistics` are read of the tensors that modules take and return. `ops` records every op, and `on_op` gets each
     with its tensors. `backward` runs the backward pass of loss x the step's loss scale, if `worth_backward` accepts
     output and loss; it is recorded if `ops` is set, and `keep` leaves the gradients in the outcome. With `ends_early`
-    it ends at the first non-finite gradient. `look` gets each op of forward and loss and what it made, after a function
-    that returns the running module call.
+    it ends at the first non-finite gradient. `look` runs each op of forward and loss as a `Handler` does; it is also
+    given a function that returns the running module call.
     """
 
     stage: str = "replay"
@@ -304,7 +305,7 @@ class _RecordedRun:
         with (
             self.modules,
             ops.watching(self.modules.owner) if ops is not None else nullcontext(),
-            observing(partial(look, self.modules.owner)) if look is not None else nullcontext(),
+            intercepting(partial(look, self.modules.owner)) if look is not None else nullcontext(),
             open_checkpoints() if self._backward is not None else nullcontext(),
             torch.set_grad_enabled(self._grad),
         ):

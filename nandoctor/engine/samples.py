@@ -22,7 +22,7 @@ from nandoctor.evidence.report import Origin
 from nandoctor.evidence.trace import Trace
 from nandoctor.text import MAX_SAMPLES_LISTED, constant, number
 from nandoctor.torch_compat import running_node
-from nandoctor.tracing.dispatch_hook import Invocation, find_lines
+from nandoctor.tracing.dispatch_hook import Invocation, Proceed, find_lines
 from nandoctor.tracing.module_tracer import Owner
 from nandoctor.tracing.tensor_stats import all_finite, has_nonfinite
 from nandoctor.tracing.tensor_tree import walk_tensors
@@ -71,7 +71,8 @@ class Symptom:
         kinds = origin.elements.kinds
         but_masks = bool(kinds) and "-inf" not in kinds
 
-        def look(owner: Callable[[], Owner], call: Invocation, made: Any) -> None:
+        def look(owner: Callable[[], Owner], call: Invocation, proceed: Proceed) -> Any:
+            made = proceed(call)
             if call.name == origin.op and (origin.phase == "loss" or owner()[0] == origin.place.module):
                 lines = find_lines()  # those of a derivative are its function's
                 is_there = running_node() is not None or (lines.inside or lines.source) == origin.source
@@ -79,6 +80,7 @@ class Symptom:
                     reached.append(True)
                     if self.ends_there:
                         raise EndedEarly
+            return made
 
         watch = replace(_OF_SAMPLES, statistics="none" if self.ends_there else "ranges", ops=bool(self.failing.unread))
         with suppress(EndedEarly):

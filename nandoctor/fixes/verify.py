@@ -37,7 +37,7 @@ from nandoctor.fixes.agreement import (
 from nandoctor.fixes.budget import BudgetSpent, TrialBudget
 from nandoctor.fixes.variations import surrogate_loss
 from nandoctor.machine import is_out_of_memory
-from nandoctor.tracing.dispatch_hook import Invocation
+from nandoctor.tracing.dispatch_hook import Invocation, Proceed
 from nandoctor.tracing.tensor_stats import all_finite, has_nonfinite
 
 GRADIENT_TOLERANCE = 0.1
@@ -321,9 +321,11 @@ class Trials:
         """Run the step once."""
         seen: list[bool] = []
 
-        def look(_: object, call: Invocation, made: Any) -> None:
+        def look(_: object, call: Invocation, proceed: Proceed) -> Any:
+            made = proceed(call)
             if not seen and has_nonfinite(made, but_masks=True):
                 seen.append(True)
+            return made
 
         watch = Watch(
             stage=f"trial {self.budget.num_run}",

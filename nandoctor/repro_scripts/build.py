@@ -8,20 +8,19 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import PurePath
 
 import torch
 
 from nandoctor import __version__
-from nandoctor.engine.runner import FailingStep, Watch
+from nandoctor.engine.runner import FailingStep
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.report import Origin, Report
-from nandoctor.evidence.trace import OpCall
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.ops import GRADIENT_SUM
 from nandoctor.repro_scripts.minimize import Failure, find_failure, shrink
-from nandoctor.repro_scripts.op_extraction import NOT_THE_SAME, extract_op
+from nandoctor.repro_scripts.op_extraction import extract_op
 from nandoctor.repro_scripts.program import Program
 from nandoctor.repro_scripts.script import write_script
 from nandoctor.text import file_line, printable
@@ -65,28 +64,13 @@ def _find_program(report: Report, step: FailingStep | None) -> Program:
     if step is None or origin is None or not _is_made_by_op(origin):
         reason = f"{report.headline[0].upper()}{report.headline[1:].rstrip('.')}"
         raise NanDoctorError(f"No operation of the model makes this failure. {reason}.", remedy=_SEE_REPLAY)
-    backward = origin.phase == "backward"
-    ops = step.run(watch=Watch(stage="repro", ops=True, backward=backward)).trace.ops
-    return extract_op(step, _find_origin(origin, ops), backward=backward)
+    return extract_op(step, origin)
 
 
 def _is_made_by_op(origin: Origin) -> bool:
     """Return False for non-finite state, a sum of gradients that overflows, and a gradient that a hook made so."""
     is_handed_on = origin.phase == "backward" and not all(stats.finite for stats in origin.inputs)
     return origin.phase not in _NOT_AN_OP and origin.op != GRADIENT_SUM and not is_handed_on
-
-
-def _find_origin(origin: Origin, ops: Sequence[OpCall]) -> OpCall:
-    key = (*origin.place.key, origin.op, origin.nth)
-    for op in ops if origin.function is None else ():
-        if op.key == key:
-            return op
-    if origin.phase != "backward":
-        raise NanDoctorError(f"{origin.op} was not seen again in a second run.", remedy=NOT_THE_SAME)
-    raise NanDoctorError(
-        f"{origin.function or origin.op} is a custom autograd Function: only the project's own code can show it.",
-        remedy="Call the Function alone, with torch.autograd.gradcheck or a gradient of the size in the report.",
-    )
 
 
 def _facts(report: Report, failure: Failure) -> Iterator[tuple[str, str]]:

@@ -14,12 +14,11 @@ import torch
 from nandoctor.autocast.policy import torch_dtype
 from nandoctor.engine.runner import FailingStep, Watch
 from nandoctor.errors import NanDoctorError
+from nandoctor.evidence.report import Origin
 from nandoctor.evidence.trace import OpCall
 from nandoctor.repro_scripts.program import METHOD, Mode, Program, Ref, kinds_of
 from nandoctor.torch_compat import is_wrapped, schema_of, tree_tensors
 from nandoctor.tracing.dispatch_hook import Invocation
-
-NOT_THE_SAME = "The step gives different results from run to run: pass --seed, and make the forward deterministic."
 
 _GRADIENT = "grad"
 _LEAF_NAMES = {
@@ -29,17 +28,18 @@ _LEAF_NAMES = {
 _NO_SEED_OF_A_STEP = (1 << 31) - 1
 
 
-def extract_op(step: FailingStep, target: OpCall, *, backward: bool) -> Program:
-    """Run the step once more, and return the op with its tensors; with `backward`, with its incoming gradient too.
+def extract_op(step: FailingStep, origin: Origin) -> Program:
+    """Run the step once more, and return its failing op with its tensors, and its incoming gradient if that fails.
 
     Raise NanDoctorError if the op took tensors that cannot be written as literals, such as sparse or complex ones.
     """
+    key, backward = (*origin.place.key, origin.op, origin.nth), origin.phase == "backward"
     found: list[tuple[Program, Invocation, list[torch.Tensor]]] = []
     refused: list[NanDoctorError] = []
     gradients: dict[int, torch.Tensor] = {}
 
-    def keep(order: int, call: Invocation, output: Any) -> None:
-        if order != target.order:
+    def keep(op: OpCall, call: Invocation, output: Any) -> None:
+        if op.key != key or found or refused or origin.function is not None:
             return
         given = tree_tensors(output)
         try:
@@ -52,8 +52,16 @@ def extract_op(step: FailingStep, target: OpCall, *, backward: bool) -> Program:
     step.run(watch=Watch(stage="repro", ops=True, backward=backward, on_op=keep))
     if refused:
         raise refused[0]
+    if backward and not found:
+        raise NanDoctorError(
+            f"{origin.function or origin.op} is a custom autograd Function: only the project's own code can show it.",
+            remedy="Call the Function alone, with torch.autograd.gradcheck or a gradient of the size in the report.",
+        )
     if not found or (backward and not gradients):
-        raise NanDoctorError(f"{target.op} was not seen again in a second run.", remedy=NOT_THE_SAME)
+        raise NanDoctorError(
+            f"{origin.op} was not seen again in a second run.",
+            remedy="The step gives different results from run to run: pass --seed, and make the forward deterministic.",
+        )
     program, call, given = found[0]
     nonfinite = (index for index, made in enumerate(given) if made.is_floating_point() and kinds_of(made))
     item = next(iter(gradients), next(nonfinite, 0))

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -199,17 +199,6 @@ def intercepting(handler: Handler) -> Iterator[None]:
     """Pass every op of this thread to `handler` while the context is open; an outer context's handler comes first."""
     with observer_registered, held((_handlers, "stack", (*_handlers.stack, handler))), observed():
         yield
-
-
-def observing(look: Callable[[Invocation, Any], None]) -> AbstractContextManager[None]:
-    """Show every op of this thread to `look`, with what it made, while the context is open."""
-
-    def show(call: Invocation, proceed: Proceed) -> Any:
-        made = proceed(call)
-        look(call, made)
-        return made
-
-    return intercepting(show)
 
 
 def _observe(keys: Any, op: OpOverload, *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -19,30 +19,10 @@ from nandoctor.torch_compat import function_backward, is_custom_node, plain_torc
 from nandoctor.tracing.exact_counts import count_exactly, find_largest, find_nonfinite
 from nandoctor.tracing.module_tracer import Owner
 from nandoctor.tracing.op_analysis import describe_operand
-from nandoctor.tracing.tensor_stats import (
-    Reading,
-    all_finite,
-    collect_all,
-    format_of,
-    is_finite,
-    limits_of,
-    measure,
-    numbers_in,
-)
-
-if TYPE_CHECKING:
-    from nandoctor.tracing.op_tracer import OpTracer
+from nandoctor.tracing.op_tracer import Input, OpTracer, Recording, collect_calls
+from nandoctor.tracing.tensor_stats import Reading, all_finite, format_of, is_finite, limits_of, measure, numbers_in
 
 Gradients = tuple[torch.Tensor | None, ...]
-
-
-class _Recording(NamedTuple):
-    """What ran at a graph node, without its gradients, and the readings of these."""
-
-    call: OpCall
-    incoming: list[Reading]
-    outgoing: list[Reading]
-    analysis: OpAnalysis | None
 
 
 class GradientTracer:
@@ -59,7 +39,7 @@ class GradientTracer:
         self._claims: dict[Any, OpCall] = {}  # what each node runs
         self._num_claimed: Counter[tuple[Owner, str]] = Counter()  # of custom Functions
         self._summands: dict[tuple[Any, int], list[Reading]] = {}  # by node, and by the output that they belong to
-        self._recordings: list[_Recording] = []
+        self._recordings: list[Recording] = []
         self._handles = ExitStack()
 
     def claim(self, outputs: Sequence[torch.Tensor], op: OpCall) -> None:
@@ -116,18 +96,12 @@ class GradientTracer:
 
     def calls(self) -> tuple[OpCall, ...]:
         """Return the records of the backward pass."""
-        readings = (group for recording in self._recordings for group in (recording.incoming, recording.outgoing))
-        stats = iter(collect_all([[("", reading) for reading in group] for group in readings]))
-        return tuple(
-            replace(
-                recording.call,
-                order=order,
-                inputs=tuple(OpTensor(name="grad_output", stats=taken) for taken in incoming),
-                outputs=outgoing,
-                analysis=recording.analysis,
-            )
-            for order, (recording, incoming, outgoing) in enumerate(zip(self._recordings, stats, stats, strict=True))
-        )
+        return collect_calls(self._recordings, named=False)
+
+    def _add(self, call: OpCall, taken: list[Reading], given: list[Reading], analysis: OpAnalysis | None) -> None:
+        incoming: list[Input] = [(OpTensor(name="grad_output", stats=None), reading) for reading in taken]
+        recorded = replace(call, order=len(self._recordings), analysis=analysis)
+        self._recordings.append(Recording(recorded, incoming, given))
 
     def _record(self, node: Any, outgoing: Gradients, incoming: Gradients) -> None:
         with plain_torch():
@@ -141,7 +115,7 @@ class GradientTracer:
                     self._summands.setdefault(edge, []).append(read)
             made_here = all(map(is_finite, before)) and not all(map(is_finite, after))
             analysis = self._examine(given, made) if made_here else None
-        self._recordings.append(_Recording(self._claims[node], before, after, analysis))
+        self._add(self._claims[node], before, after, analysis)
 
     def _record_sums(self, node: Any, incoming: Gradients) -> None:
         """Record an incoming gradient as an op if it is a sum that overflows.
@@ -158,8 +132,7 @@ class GradientTracer:
                 if total is None or is_finite(total):
                     continue
                 analysis = self._examine([], [gradient])
-            call = replace(self._claims[node], op=GRADIENT_SUM)
-            self._recordings.append(_Recording(call, summands, [total], analysis))
+            self._add(replace(self._claims[node], op=GRADIENT_SUM), summands, [total], analysis)
 
     def _examine(self, incoming: Sequence[torch.Tensor], outgoing: Sequence[torch.Tensor]) -> OpAnalysis:
         nonfinite = next(

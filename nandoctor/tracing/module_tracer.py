@@ -8,7 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,14 +33,11 @@ non-finite."""
 
 @dataclass(slots=True, kw_only=True)
 class _OpenCall:
-    """A call in progress, and what was read of it so far; `handling` is the exception that its caller was handling."""
+    """A call, and what was read of its tensors so far; `handling` is the exception that its caller was handling."""
 
     module: nn.Module
-    owner: Owner
-    depth: int
-    enter: int
+    call: ModuleCall
     handling: BaseException | None
-    leave: int | None = None
     inputs: Readings = field(default_factory=list)
     outputs: Readings = field(default_factory=list)
 
@@ -106,33 +103,25 @@ class Tracer:
 
     def calls(self) -> tuple[ModuleCall, ...]:
         """Return the calls so far, in the order in which they were entered."""
-        stats = iter(collect_all([readings for call in self._calls for readings in (call.inputs, call.outputs)]))
-        return tuple(
-            ModuleCall(
-                module=call.owner[0],
-                type=call.owner[1],
-                call=call.owner[2],
-                depth=call.depth,
-                enter=call.enter,
-                leave=call.leave,
-                inputs=taken,
-                outputs=given,
-            )
-            for call, taken, given in zip(self._calls, stats, stats, strict=True)
-        )
+        stats = iter(collect_all([readings for it in self._calls for readings in (it.inputs, it.outputs)]))
+        read = zip(self._calls, stats, stats, strict=True)
+        return tuple(replace(it.call, inputs=taken, outputs=given) for it, taken, given in read)
 
     def _on_entry(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         is_script = isinstance(module, torch.jit.ScriptModule)  # made from another class
-        call = _OpenCall(
-            module=module,
-            owner=(name, str(module.original_name) if is_script else type(module).__name__, self._num_calls[name]),
+        call = ModuleCall(
+            module=name,
+            type=str(module.original_name) if is_script else type(module).__name__,
+            call=self._num_calls[name],
             depth=len(self._open),
             enter=next(self._ticks),
-            handling=sys.exc_info()[1],
+            leave=None,
+            inputs=(),
+            outputs=(),
         )
         self._num_calls[name] += 1
-        self._calls.append(call)
-        self._open.append(call)
+        self._open.append(_OpenCall(module=module, call=call, handling=sys.exc_info()[1]))
+        self._calls.append(self._open[-1])
 
     def _on_arguments(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Read the arguments as other hooks left them."""
@@ -143,18 +132,21 @@ class Tracer:
     def _on_return(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not self._open or self._open[-1].module is not module:
             return  # a hook for all modules raised, so this call was never opened
-        call = self._open.pop()
-        if sys.exc_info()[1] is not call.handling:
+        ended = self._open.pop()
+        if sys.exc_info()[1] is not ended.handling:
             return  # the forward raised; its caller may catch that and go on
-        call.leave = next(self._ticks)
-        call.outputs = self.read(output) if self._statistics != "none" else []
+        ended.call = replace(ended.call, leave=next(self._ticks))
+        ended.outputs = self.read(output) if self._statistics != "none" else []
         self._num_returned += 1
         if self._on_call is not None:
             self._on_call(self._num_returned)
 
     def owner(self) -> Owner:
         """Return the module call that is running, ("", "", 0) before the first and after the last."""
-        return self._open[-1].owner if self._open else ("", "", 0)
+        if not self._open:
+            return "", "", 0
+        running = self._open[-1].call
+        return running.module, running.type, running.call
 
     def _measure_once(self, tensor: torch.Tensor, counts: bool) -> Reading | None:
         if tensor.is_inference():  # inference tensors count no versions, so a write to one could not be noticed

@@ -6,10 +6,10 @@ import math
 import weakref
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -30,7 +30,6 @@ from nandoctor.tracing.dispatch_hook import (
     find_lines,
     intercepting,
 )
-from nandoctor.tracing.gradient_tracer import GradientTracer
 from nandoctor.tracing.module_tracer import Owner
 from nandoctor.tracing.op_analysis import examine, makes_of_finite
 from nandoctor.tracing.tensor_stats import (
@@ -43,8 +42,11 @@ from nandoctor.tracing.tensor_stats import (
     plain_part,
 )
 
-OnOp = Callable[[int, Invocation, Any], None]
-"""Called with a recorded op's order, the call with its arguments as they were before it ran, and the output."""
+if TYPE_CHECKING:
+    from nandoctor.tracing.gradient_tracer import GradientTracer
+
+OnOp = Callable[[OpCall, Invocation, Any], None]
+"""Called with a recorded op, still without its tensors, its arguments as they were before it ran, and the output."""
 
 MAX_ANALYSES = 64
 LOSS_OWNER: Owner = (LOSS, "", 0)
@@ -55,16 +57,30 @@ TensorKind = Literal["weight", "buffer", "unread", "batch"]
 Name = tuple[TensorKind, str]
 
 
-_Input = tuple[OpTensor, Reading | None]
+Input = tuple[OpTensor, Reading | None]
 """A tensor argument, without its statistics, and what was read of it before the op ran."""
 
 
-class _Recording(NamedTuple):
+class Recording(NamedTuple):
     """A recorded op without its tensors, and these; their readings stay on the device until they are collected."""
 
     call: OpCall
-    inputs: list[_Input]
+    inputs: list[Input]
     outputs: list[Reading]
+
+
+def collect_calls(recordings: Sequence[Recording], *, named: bool = True) -> tuple[OpCall, ...]:
+    """Return the recorded ops with their tensors; `named`: the statistics of inputs go by their arguments' names."""
+    stats = collect_all(
+        [[(tensor.name if named else "", reading) for tensor, reading in it.inputs if reading] for it in recordings]
+        + [[("", reading) for reading in it.outputs] for it in recordings]
+    )
+    calls = []
+    for recording, taken, given in zip(recordings, stats, stats[len(recordings) :], strict=False):
+        read = iter(taken)
+        inputs = (replace(tensor, stats=next(read)) if reading else tensor for tensor, reading in recording.inputs)
+        calls.append(replace(recording.call, inputs=tuple(inputs), outputs=given))
+    return tuple(calls)
 
 
 class _Writer(NamedTuple):
@@ -104,7 +120,7 @@ class OpTracer:
         self._names: dict[int, Name] = {}
         self._gradients = gradients
         self._on_op = on_op
-        self._recordings: list[_Recording] = []
+        self._recordings: list[Recording] = []
         self._counts: Counter[tuple[Owner, str]] = Counter()
         self._writers: dict[int, _Writer] = {}
         self._storages: dict[int, _Storage] = {}
@@ -142,15 +158,7 @@ class OpTracer:
 
     def calls(self) -> tuple[OpCall, ...]:
         """Return the ops so far, in order."""
-        inputs = [[(tensor.name, reading) for tensor, reading in it.inputs if reading] for it in self._recordings]
-        outputs = [[("", reading) for reading in recording.outputs] for recording in self._recordings]
-        stats = collect_all(inputs + outputs)
-        calls = []
-        for recording, taken, given in zip(self._recordings, stats, stats[len(inputs) :], strict=False):
-            by_name = {stats.path: stats for stats in taken}
-            tensors = tuple(replace(tensor, stats=by_name.get(tensor.name)) for tensor, _ in recording.inputs)
-            calls.append(replace(recording.call, inputs=tensors, outputs=given))
-        return tuple(calls)
+        return collect_calls(self._recordings)
 
     def _observe(self, call: Invocation, proceed: Proceed) -> Any:
         """Run one op and record it, unless it has no floating-point output or one that is still to be filled."""
@@ -167,7 +175,7 @@ class OpTracer:
         self._note(before, inputs, output, rng_state)
         return output
 
-    def _note(self, call: Invocation, inputs: list[_Input], output: Any, rng_state: torch.Tensor | None) -> None:
+    def _note(self, call: Invocation, inputs: list[Input], output: Any, rng_state: torch.Tensor | None) -> None:
         """Record an op that has run; `call` has the arguments as they were before."""
         made = list(map(unwrap, tree_tensors(output)))
         leaves = [plain_part(leaf) for leaf in made]
@@ -185,16 +193,16 @@ class OpTracer:
                     torch.set_rng_state(rng_state)
                 analysis = examine(call, leaves)
         recorded = self._describe(call, analysis)
-        self._recordings.append(_Recording(recorded, inputs, [reading for reading in readings if reading is not None]))
+        self._recordings.append(Recording(recorded, inputs, [reading for reading in readings if reading is not None]))
         self._num_nodes.append(num_nodes_made())
         if self._gradients is not None:
             self._gradients.claim(made, recorded)
         for leaf, reading in zip(leaves, readings, strict=True):
             self._remember(leaf, recorded.order, reading, wrote=call.signature.is_mutable)
         if self._on_op is not None:
-            self._on_op(recorded.order, call, output)
+            self._on_op(recorded, call, output)
 
-    def _identify_all(self, call: Invocation) -> list[_Input]:
+    def _identify_all(self, call: Invocation) -> list[Input]:
         """Return the tensors that an op reads; edits go unseen, so a tensor made by one has the original's origin."""
         found = [self._identify(name, plain_part(tensor)) for name, tensor in call.tensors()]
         if call.original is None:
@@ -202,7 +210,7 @@ class OpTracer:
         meant = {tensor.name: tensor for tensor, _ in self._identify_all(call.original)}
         return [(meant.get(it.name, it) if it.origin == "unknown" else it, reading) for it, reading in found]
 
-    def _identify(self, name: str, tensor: torch.Tensor) -> _Input:
+    def _identify(self, name: str, tensor: torch.Tensor) -> Input:
         known_as = self._names.get(id(tensor))
         if known_as is None and _has_memory(tensor) and self.producer_of(tensor) is None:
             known_as = self._names.get(tensor.data_ptr())  # shares the memory of a tensor from outside
@@ -289,7 +297,7 @@ def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def _makes_nonfinite(inputs: list[_Input], outputs: list[Reading | None]) -> bool:
+def _makes_nonfinite(inputs: list[Input], outputs: list[Reading | None]) -> bool:
     """Return True if the op made non-finite values from finite ones, NaN from infinities, or infinities of a new sign.
 
     The last may be an overflow beside infinities that are meant, or mere arithmetic with them: the analysis tells.
