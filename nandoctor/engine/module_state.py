@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from types import FunctionType
@@ -30,9 +30,9 @@ from nandoctor.file_memory import cast_to_file, map_empty
 from nandoctor.machine import memory_of
 from nandoctor.torch_compat import is_running_norm, plain_torch, run_backward_in_modes, schema_of
 from nandoctor.torch_switches import switched
-from nandoctor.tracing.dispatch_hook import Invocation, Proceed, intercepting
+from nandoctor.tracing.dispatch_hook import Invocation, Proceed
 from nandoctor.tracing.module_tracer import Tracer
-from nandoctor.tracing.op_tracer import TensorKind
+from nandoctor.tracing.op_tracer import Known
 from nandoctor.tracing.tensor_stats import Reading, all_finite, collect, is_finite, measure, measure_all, numbers_in
 from nandoctor.tracing.tensor_tree import walk_tensors
 from nandoctor.trees import tree_map
@@ -104,7 +104,7 @@ def run_backward(
             return found, kept | made if keep else None
 
 
-def known_tensors(model: nn.Module, batch: Batch) -> Iterator[tuple[TensorKind, str, torch.Tensor]]:
+def known_tensors(model: nn.Module, batch: Batch) -> Iterator[Known]:
     """Yield the tensors that ops get from outside: weights, buffers and the batch, each with its kind and name."""
     idle = (module for module in model.modules() if _writes_only(module))
     unread = {id(buffer) for module in idle for buffer in module.buffers(recurse=False)}
@@ -205,12 +205,8 @@ _DRAWING = frozenset(
 )
 
 
-def drawn_in_fp32() -> AbstractContextManager[Any]:
-    """Return a context in which float64 random numbers are drawn in fp32, and cast."""
-    return intercepting(_draw)
-
-
-def _draw(call: Invocation, proceed: Proceed) -> Any:
+def draw_in_fp32(call: Invocation, proceed: Proceed) -> Any:
+    """Run an op; if it draws float64 random numbers, draw them in fp32, and cast them."""
     if not call.signature.is_random or call.name not in _DRAWING:
         return proceed(call)
     if schema_of(call.op).name.endswith("_"):

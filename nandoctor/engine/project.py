@@ -20,7 +20,7 @@ from torch import nn
 from nandoctor.dumps.dump import Dump
 from nandoctor.process_wide import generators_kept, held, is_forked
 from nandoctor.source_files import is_installed
-from nandoctor.torch_switches import read_switches, switched, write_switches
+from nandoctor.torch_switches import read_switches, switched
 
 _OF_THE_REPLAY = {"gradients": True, "anomaly_detection": (False, True)}
 """Settings that a replay overrides: anomaly detection would raise at the NaN gradient that the replay looks for."""
@@ -119,23 +119,21 @@ class Project:
             yield
             return
         _use_one_thread_in_forks()
-        path, modules, settings = list(sys.path), dict(sys.modules), read_switches()
+        path, modules = list(sys.path), dict(sys.modules)
         _open_projects.append(self)
         try:
             sys.path[:] = [*self._entries, *(entry for entry in path if entry not in self._entries)]
             for entry in self._entries:
                 _unload_shadowing(Path(entry))
             sys.modules.update(self._modules)
-            write_switches({**self._settings, **_OF_THE_REPLAY})
-            if is_forked():
-                torch.set_num_threads(1)  # whatever the project's code has set
             # Python reuses bytecode if the source's size and mtime in whole seconds are the same: a fix may be written
             # and reverted within one second.
-            with held((sys, "dont_write_bytecode", True)):
+            with held((sys, "dont_write_bytecode", True)), switched(read_switches() | self._settings | _OF_THE_REPLAY):
+                if is_forked():
+                    torch.set_num_threads(1)  # whatever the project's code has set
                 yield
         finally:
             _open_projects.remove(self)
-            write_switches(settings)
             self._keep_modules(modules)
             self._entries = [entry for entry in sys.path if entry not in path or entry in self._entries]
             sys.path[:] = path

@@ -187,7 +187,7 @@ def reproduce(preparation: Preparation) -> Replayed:
         with suppress(ModelError):  # without autocast the model may not run at all
             other = _search(steps, preparation)
             best = other if _agrees_better(other, best) else best
-    if _is_unseen(best, preparation) or _is_guess(best.step.mode.policy, preparation):
+    if _is_guess(best, preparation):
         told = f"Nothing in the file shows the precision: {best.step.low} autocast was assumed (--amp-dtype)."
         return replace(best, notes=(*best.notes, told), plain=preparation.policies[-1])
     if preparation.dump.recorded.autocast is None or not (others and best.step.mode.policy.ambient):
@@ -217,25 +217,22 @@ def _reproduce_alone(preparation: Preparation, unclear: ModelError) -> Replayed:
     return left[0]
 
 
-def _is_unseen(found: Replayed, preparation: Preparation) -> bool:
-    """Return True if no saved output could show that autocast was on, which was tried first."""
-    policies = preparation.policies
-    is_ambient = policies[0].ambient and found.step.mode.policy.ambient
-    return found.reproduction.grade == "no-reference" and len(policies) > 1 and is_ambient
-
-
-def _is_guess(policy: Policy, preparation: Preparation) -> bool:
-    """Return True if nothing in the file shows that autocast was on.
+def _is_guess(found: Replayed, preparation: Preparation) -> bool:
+    """Return True if nothing in the file shows that autocast was on, which was tried first.
 
     Any precision may have given zeros, ones, NaN, or a single number such as the loss.
     """
     outputs, policies = preparation.outputs, preparation.policies
-    told = len(policies) == 1 or not (policies[0].ambient and policy.ambient)  # by user, recorder or weights
+    if len(policies) == 1 or not (policies[0].ambient and found.step.mode.policy.ambient):
+        return False  # told by user, recorder or weights
+    if found.reproduction.grade == "no-reference":
+        return True
     said = preparation.dump.scalars_by_last_name
     is_said = any(said.get(name) is True for name in AUTOCAST_NAMES) or "amp_dtype" in said
-    told = told or is_said or preparation.steps[0].mode.loss_scale is not None
-    if told or outputs.array is None:
-        return not told and outputs.graded is not None
+    if is_said or preparation.steps[0].mode.loss_scale is not None:
+        return False
+    if outputs.array is None:
+        return outputs.graded is not None
     values = comparable_values(outputs.array)
     is_low = outputs.array.dtype in LOW_DTYPES
     return bool(values.numel()) and not is_low and bool(are_round(values[torch.isfinite(values)]).all())

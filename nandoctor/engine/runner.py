@@ -20,7 +20,7 @@ from nandoctor.engine.checkpoints import open_checkpoints
 from nandoctor.engine.kept_state import restored
 from nandoctor.engine.module_state import (
     copied_input,
-    drawn_in_fp32,
+    draw_in_fp32,
     is_large,
     known_tensors,
     list_nonfinite_state,
@@ -228,8 +228,7 @@ class _RecordedRun:
         known = [*known_tensors(step.model, step.call.batch)] if watch.ops else []
         self._step, self._watch, self._grad = step, watch, grad
         self._edits = flatten(step.changes)
-        self._function_ops = OpTracer(known=known, phase="backward") if watch.ops and watch.backward else None
-        self._backward = GradientTracer(self._function_ops) if self._function_ops else None
+        self._backward = GradientTracer(known) if watch.ops and watch.backward else None
         self._ops = OpTracer(known=known, gradients=self._backward, on_op=watch.on_op) if watch.ops else None
         self.modules = Tracer(step.model, statistics=watch.statistics, on_call=step.progress.on_call, ops=self._ops)
         self.output: Any = None
@@ -245,7 +244,7 @@ class _RecordedRun:
         with (
             recorded_backends(step.recorded, mode.device),
             apply_policy(mode.policy, mode.device),
-            drawn_in_fp32() if mode.policy is EXACT else nullcontext(),
+            intercepting(draw_in_fp32) if mode.policy is EXACT else nullcontext(),
             interventions.intervene(self._edits, step.model, mode.device, self.modules.owner),
         ):
             started = time.perf_counter()
@@ -278,7 +277,7 @@ class _RecordedRun:
             spoilt_buffers=tuple(name for name, is_spoilt in kept.items() if is_spoilt and name in buffers),
             built=step.built,
             backward=self._backward.calls() if self._backward else (),
-            function_ops=self._function_ops.calls() if self._function_ops else (),
+            function_ops=self._backward.ops.calls() if self._backward else (),
             bad_gradients=self._bad_gradients,
             num_samples=step.call.sample_count,
         )

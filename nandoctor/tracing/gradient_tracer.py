@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import linecache
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial, wraps
@@ -19,7 +19,7 @@ from nandoctor.torch_compat import function_backward, is_custom_node, plain_torc
 from nandoctor.tracing.exact_counts import count_exactly, find_largest, find_nonfinite
 from nandoctor.tracing.module_tracer import Owner
 from nandoctor.tracing.op_analysis import describe_operand
-from nandoctor.tracing.op_tracer import Input, OpTracer, Recording, collect_calls
+from nandoctor.tracing.op_tracer import Input, Known, OpTracer, Recording, collect_calls
 from nandoctor.tracing.tensor_stats import Reading, all_finite, format_of, is_finite, limits_of, measure, numbers_in
 
 Gradients = tuple[torch.Tensor | None, ...]
@@ -29,12 +29,13 @@ class GradientTracer:
     """A recorder of what passes through the graph nodes of traced ops in the backward pass.
 
     The node of a custom autograd Function is named after its class. It belongs to `owner_inside`, the module call of
-    the last op that ran without a graph: that op was in the Function's forward. `ops` records what its backward runs.
+    the last op that ran without a graph: that op was in the Function's forward. `ops` records what its backward runs;
+    `known` is as for that tracer.
     Autograd adds up the gradients of a tensor that several ops use; a sum that overflows is recorded as an op.
     """
 
-    def __init__(self, ops: OpTracer) -> None:
-        self._ops = ops
+    def __init__(self, known: Iterable[Known]) -> None:
+        self.ops = OpTracer(known=known, phase="backward")
         self.owner_inside: Owner = ("", "", 0)
         self._claims: dict[Any, OpCall] = {}  # what each node runs
         self._num_claimed: Counter[tuple[Owner, str]] = Counter()  # of custom Functions
@@ -85,7 +86,7 @@ class GradientTracer:
 
         @wraps(backward)
         def run(*args: Any) -> Any:
-            with self._ops.watching(lambda: owner):
+            with self.ops.watching(lambda: owner):
                 return backward(*args)
 
         return run

@@ -55,6 +55,8 @@ TensorKind = Literal["weight", "buffer", "unread", "batch"]
 """The kind of a tensor from outside. Ops only write to an unread buffer, so its content does not matter."""
 
 Name = tuple[TensorKind, str]
+Known = tuple[TensorKind, str, torch.Tensor]
+"""A tensor from outside, with its kind and its name."""
 
 
 Input = tuple[OpTensor, Reading | None]
@@ -110,7 +112,7 @@ class OpTracer:
     def __init__(
         self,
         *,
-        known: Iterable[tuple[TensorKind, str, torch.Tensor]],
+        known: Iterable[Known],
         phase: Phase = "forward",
         gradients: GradientTracer | None = None,
         on_op: OnOp | None = None,

@@ -17,8 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.parameter import is_lazy
 
-from nandoctor.autocast.nan_keeping import holds_finite
-from nandoctor.dumps.tensors import as_stored, comparable_values
+from nandoctor.dumps.tensors import as_stored, comparable_values, holds_finite
 from nandoctor.evidence.formats import FORMATS, FP16, FP32, FP64, FloatFormat
 from nandoctor.evidence.trace import NonfiniteCounts, TensorStats
 from nandoctor.torch_compat import (

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from nandoctor.autocast.policy import EXACT, REFERENCE, apply_policy
-from nandoctor.engine.module_state import drawn_in_fp32
+from nandoctor.engine.module_state import draw_in_fp32
+from nandoctor.tracing.dispatch_hook import intercepting
 
 CPU = torch.device("cpu")
 DRAWS = {
@@ -29,7 +30,7 @@ def test_float64_draws_what_fp32_does(name):
     made = []
     for policy, dtype in ((REFERENCE, torch.float32), (EXACT, torch.float64)):
         torch.manual_seed(0)
-        with apply_policy(policy, CPU), drawn_in_fp32():
+        with apply_policy(policy, CPU), intercepting(draw_in_fp32):
             made.append((DRAWS[name](torch.zeros(4, 16, dtype=dtype)), torch.rand(1, dtype=torch.float32)))
     (narrow, after), (wide, after_wide) = made
     assert wide.dtype in (torch.float64, torch.int64)
