@@ -16,20 +16,8 @@ import torch
 from nandoctor.evidence.trace import LOSS, OpAnalysis, OpCall, OpTensor, Phase
 from nandoctor.ops import UNFILLED
 from nandoctor.process_wide import held
-from nandoctor.torch_compat import (
-    answers_itself,
-    num_nodes_made,
-    running_node,
-    tree_tensors,
-    unwrap,
-    version_of,
-)
-from nandoctor.tracing.dispatch_hook import (
-    Invocation,
-    Proceed,
-    find_lines,
-    intercepting,
-)
+from nandoctor.torch_compat import answers_itself, num_nodes_made, running_node, tree_tensors, unwrap, version_of
+from nandoctor.tracing.dispatch_hook import Invocation, Proceed, find_lines, intercepting
 from nandoctor.tracing.module_tracer import Owner
 from nandoctor.tracing.op_analysis import examine, makes_of_finite
 from nandoctor.tracing.tensor_stats import (

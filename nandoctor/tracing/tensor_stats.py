@@ -20,13 +20,7 @@ from torch.nn.parameter import is_lazy
 from nandoctor.dumps.tensors import as_stored, comparable_values, holds_finite
 from nandoctor.evidence.formats import FORMATS, FP16, FP32, FP64, FloatFormat
 from nandoctor.evidence.trace import NonfiniteCounts, TensorStats
-from nandoctor.torch_compat import (
-    answers_itself,
-    outside_transforms,
-    tree_tensors,
-    unwrap,
-    without_autocast,
-)
+from nandoctor.torch_compat import answers_itself, outside_transforms, tree_tensors, unwrap, without_autocast
 from nandoctor.tracing.exact_counts import count_exactly
 
 SAMPLE_SIZE = 1024
