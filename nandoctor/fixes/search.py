@@ -23,13 +23,7 @@ from nandoctor.evidence.trace import SourceLine, Trace
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fixes.agreement import TOLERANCE
 from nandoctor.fixes.budget import BudgetSpent, TrialBudget
-from nandoctor.fixes.candidates import (
-    by_lines,
-    join,
-    propose,
-    vary_settings,
-    without_guilty,
-)
+from nandoctor.fixes.candidates import by_lines, join, propose, vary_settings, without_guilty
 from nandoctor.fixes.fp32_sets import Kept, refine, search_fp32_sets
 from nandoctor.fixes.later_origins import LaterOrigins, find_later_origins
 from nandoctor.fixes.meaning import Meaning
