@@ -10,19 +10,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import (
-    FIRST_COMPLETED,
-    CancelledError,
-    Executor,
-    Future,
-    ProcessPoolExecutor,
-    as_completed,
-    wait,
-)
+from concurrent.futures import CancelledError, Executor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import cast
 
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.triage import DumpResult
@@ -48,27 +43,30 @@ def _run_in_processes(size: int, memory: int | None, jobs: Sequence[Job]) -> Ite
 
 
 def _run_of_one_code(size: int, memory: int | None, waiting: deque[Job]) -> Iterator[JobAnswer]:
-    """Answer these jobs. Each process is a pool of its own, since the death of one ends a whole pool."""
+    """Answer these jobs in processes that take one after the other; one that ends is replaced by another."""
     size = min(size, len(waiting))
-    make_pool = partial(_make_pool, memory, max(count_cores() // size, 1))
-    idle = [make_pool() for _ in range(size)]
-    running: dict[Future[JobAnswer], tuple[Job, ProcessPoolExecutor, float]] = {}
+    idle: list[tuple[BaseProcess, Connection]] = []
+    running: dict[Connection, tuple[BaseProcess, Job, float]] = {}
     try:
         while waiting or running:
-            while waiting and idle:
-                future = _submit(idle[-1], waiting[0])
-                running[future] = waiting.popleft(), idle.pop(), time.perf_counter()
-            done, _ = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
-                job, pool, began = running.pop(future)
-                error = future.exception()
-                if error is not None:
-                    _kill(pool)
-                idle.append(pool if error is None else make_pool())
-                yield future.result() if error is None else _died(job, error, time.perf_counter() - began)
+            while waiting and len(running) < size:
+                process, connection = idle.pop() if idle else _start_process(memory, max(count_cores() // size, 1))
+                running[connection] = process, waiting.popleft(), time.perf_counter()
+                with contextlib.suppress(OSError):  # it ended while it was idle, and so gives no answer
+                    connection.send(running[connection][1])
+            for connection in cast(list[Connection], wait(running)):
+                process, job, began = running[connection]
+                try:
+                    answer = connection.recv()
+                    idle.append((process, connection))
+                except (EOFError, OSError):
+                    process.kill()  # if it lives on without the connection
+                    answer = _died(job, BrokenProcessPool(), time.perf_counter() - began)
+                del running[connection]
+                yield answer
     finally:
-        for pool in (*idle, *(pool for _, pool, _ in running.values())):
-            _kill(pool)
+        for process in (*(process for process, _ in idle), *(process for process, _, _ in running.values())):
+            process.kill()
 
 
 def _run_on(executor: Executor, jobs: Sequence[Job]) -> Iterator[JobAnswer]:
@@ -104,32 +102,14 @@ def open_workers(*, executor: Executor | None, jobs: int | None, scheduler: str 
             yield partial(_run_in_processes, jobs, memory)
 
 
-def _make_pool(memory: int | None, num_threads: int) -> ProcessPoolExecutor:
-    """Return a pool of one process, which starts with its first job."""
-    return ProcessPoolExecutor(
-        max_workers=1,
-        mp_context=multiprocessing.get_context("spawn"),  # a fork of this process would lack torch's threads
-        initializer=_prepare_worker,
-        initargs=(memory, num_threads),
-    )
-
-
-def _submit(pool: ProcessPoolExecutor, job: Job) -> Future[JobAnswer]:
-    """Give a job to the pool's process, and start that if need be; if it ended while it was idle, the job fails."""
-    try:
-        return pool.submit(run_job, job)
-    except BrokenProcessPool as error:
-        failed = Future[JobAnswer]()
-        failed.set_exception(error)
-        return failed
-
-
-def _kill(pool: ProcessPoolExecutor) -> None:
-    """End a pool whatever it is doing, as `kill_workers` does from Python 3.14 on."""
-    processes = [*(getattr(pool, "_processes", None) or {}).values()]
-    pool.shutdown(wait=False, cancel_futures=True)
-    for process in processes:
-        process.kill()
+def _start_process(memory: int | None, num_threads: int) -> tuple[BaseProcess, Connection]:
+    """Start a process that answers jobs, and return it with the connection to it."""
+    context = multiprocessing.get_context("spawn")  # a fork of this process would lack torch's threads
+    connection, its_own = context.Pipe()
+    process = context.Process(target=_answer_jobs, args=(its_own, memory, num_threads))
+    process.start()
+    its_own.close()  # here: the connection ends with the process
+    return process, connection
 
 
 @contextmanager
@@ -137,7 +117,7 @@ def _starting_processes() -> Iterator[None]:
     """Make the processes that start in this context import nothing from the working directory.
 
     A new process takes over our import path only after its first imports, which a random.py beside a stranger's dump
-    could hijack if the working directory were on its path. So could the process that counts the locks of a pool.
+    could hijack if the working directory were on its path. So could multiprocessing's own process, which tracks them.
     """
     safe_path = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
@@ -148,8 +128,8 @@ def _starting_processes() -> Iterator[None]:
         os.environ.update({} if safe_path is None else {"PYTHONSAFEPATH": safe_path})
 
 
-def _prepare_worker(memory: int | None, num_threads: int) -> None:
-    """Prepare a process: it leaves Ctrl-C to the parent, ends with it, and writes nothing to its standard output."""
+def _answer_jobs(connection: Connection, memory: int | None, num_threads: int) -> None:
+    """Answer jobs, in a process that leaves Ctrl-C to its parent, ends with it, and prints on standard error alone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.dup2(2, 1)  # what a model prints is not part of the table
@@ -159,6 +139,9 @@ def _prepare_worker(memory: int | None, num_threads: int) -> None:
         import torch  # noqa: PLC0415  (only workers need it)
 
     torch.set_num_threads(num_threads)
+    with contextlib.suppress(EOFError, BrokenPipeError):  # the parent has ended
+        while True:
+            connection.send(run_job(connection.recv()))
 
 
 def _end_with_parent() -> None:
