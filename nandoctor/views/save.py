@@ -36,23 +36,19 @@ def save(found: Any, path: Path, *, plot: str = "ranges") -> None:
         from nandoctor.views.plots.kinds import draw
 
         write_bytes(image_of(draw(found, plot), ending[1:]), path)
-    else:
-        write_text(_text_of(found, ending), path)
-
-
-def _text_of(found: Any, ending: str) -> str:
-    if ending == ".json":
+    elif ending == ".json":
         from nandoctor.evidence.codec import to_json
 
-        return f"{to_json(found)}\n"
-    if ending == ".html":
+        write_text(f"{to_json(found)}\n", path)
+    elif ending == ".html":
         from nandoctor.views.html import page_of
 
-        return page_of(found)
-    from nandoctor.views.document import document
-    from nandoctor.views.markdown import draw_markdown
+        write_text(page_of(found), path)
+    else:
+        from nandoctor.views.document import document
+        from nandoctor.views.markdown import draw_markdown
 
-    return f"{draw_markdown(document(found, 'page'))}\n<!-- {MARK} -->\n"
+        write_text(f"{draw_markdown(document(found, 'page'))}\n<!-- {MARK} -->\n", path)
 
 
 def check_ending(path: Path, endings: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import matplotlib.style
+import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
@@ -37,15 +38,6 @@ _BEYOND = 1e3
 """The factor by which the panel extends past a limit of the format."""
 _CLIP = 1e8
 """Values further past the limits than this factor are cut off: a value of 1e30 must not squash all others."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
-    """The range of one layer's outputs in one run: non-zero finite magnitudes, None if there are none."""
-
-    low: float | None
-    median: float | None
-    high: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +129,7 @@ def _draw_panel(axes: Axes, runs: Runs, layers: Layers) -> list[Artist]:
     legend: list[Artist] = []
     for style, rows in series:
         drawn = [(x, row) for x, row in enumerate(rows) if row is not None and row.outputs]
-        legend.append(_draw_bars(axes, [(x, spread_of(row)) for x, row in drawn], style))
+        legend.append(_draw_bars(axes, drawn, style))
         if nonfinite := [x for x, row in drawn if not row.finite]:
             heights, placed = [style.mark_at] * len(nonfinite), axes.get_xaxis_transform()
             marks = axes.scatter(nonfinite, heights, s=22, c=NONFINITE_COLOR, marker="v", transform=placed, zorder=5)
@@ -148,18 +140,16 @@ def _draw_panel(axes: Axes, runs: Runs, layers: Layers) -> list[Artist]:
     return legend
 
 
-def spread_of(row: LayerRow) -> Spread:
-    """Return the range of all outputs of a call together; the median is the largest output's.
+def spread_of(row: LayerRow) -> tuple[float, float, float]:
+    """Return the low end, the median and the high end of all outputs of a call together, NaN where there is none.
 
-    A non-finite tensor without exact counts has quantiles of its sample but no maximum; its 95 % quantile is used.
+    They are non-zero finite magnitudes; the median is the largest output's. A non-finite tensor without exact counts
+    has quantiles of its sample but no maximum; its 95 % quantile is used.
     """
     largest = max(row.outputs, key=lambda stats: stats.numel)
+    low = min(_positive(stats.p05 for stats in row.outputs), default=math.nan)
     tops = (stats.p95 if stats.absmax is None else stats.absmax for stats in row.outputs)
-    return Spread(
-        low=min(_positive(stats.p05 for stats in row.outputs), default=None),
-        median=next(_positive([largest.median]), None),
-        high=max(_positive(tops), default=None),
-    )
+    return low, next(_positive([largest.median]), math.nan), max(_positive(tops), default=math.nan)
 
 
 def _positive(values: Iterable[float | None]) -> Iterator[float]:
@@ -168,8 +158,8 @@ def _positive(values: Iterable[float | None]) -> Iterator[float]:
 
 def _find_limits(low: FloatFormat, layers: Layers) -> tuple[float, float]:
     """Return the smallest and largest magnitude to show: all values, and the format's limits if they are near."""
-    spreads = [spread_of(row) for pair in layers.pairs for row in pair.rows if row.outputs]
-    values = list(_positive(value for spread in spreads for value in (spread.low, spread.high))) or [1.0]
+    rows = (row for pair in layers.pairs for row in pair.rows if row.outputs)
+    values = list(_positive(value for row in rows for value in spread_of(row))) or [1.0]
     bottom, top = min(values) / _BEYOND**0.5, max(values) * _BEYOND**0.5
     if low.flush_threshold > min(values) / _NEARBY:
         bottom = max(min(bottom, low.flush_threshold / _BEYOND**0.5), low.flush_threshold / _CLIP)
@@ -192,24 +182,21 @@ def _draw_bands(axes: Axes, low: FloatFormat) -> None:
             axes.text(1.008, (start * stop) ** 0.5, name, transform=axes.get_yaxis_transform(), va="center", size=8)
 
 
-def _draw_bars(axes: Axes, spreads: Sequence[tuple[int, Spread]], style: RunStyle) -> Artist:
-    bars = [(x, spread.low or spread.high, spread.high) for x, spread in spreads if spread.high is not None]
+def _draw_bars(axes: Axes, drawn: Sequence[tuple[int, LayerRow]], style: RunStyle) -> Artist:
+    """Draw the bars of one run, and on each a line at its median and one at its top."""
+    low, median, high = np.array([spread_of(row) for _, row in drawn]).reshape(-1, 3).T
+    low = np.where(np.isnan(low), high, low)
+    middle = np.array([x for x, _ in drawn])
+    left, right = middle - style.width / 2, middle + style.width / 2
     # One collection, since matplotlib is slow with many single bars.
-    half = style.width / 2
-    corners = [[(x - half, bottom), (x - half, top), (x + half, top), (x + half, bottom)] for x, bottom, top in bars]
+    corners = np.stack([left, low, left, high, right, high, right, low], axis=1).reshape(-1, 4, 2)[~np.isnan(high)]
     collection = PolyCollection(corners, facecolors=style.color, alpha=style.alpha, linewidths=0, zorder=2)
     axes.add_collection(collection, autolim=False)
-    medians = [(x, spread.median) for x, spread in spreads if spread.median is not None]
-    _draw_edges(axes, medians, style.width, style.median_color)
     # The top edge is drawn separately and last: the bar of a layer with equal values has no height.
-    _draw_edges(axes, [(x, high) for x, _, high in bars], style.width, style.color)
+    for edge, color in ((median, style.median_color), (high, style.color)):
+        known = ~np.isnan(edge)
+        axes.hlines(edge[known], left[known], right[known], color=color, linewidth=1.2, zorder=3)
     return Patch(color=style.color, alpha=style.alpha or 1, label=style.name)
-
-
-def _draw_edges(axes: Axes, places: Sequence[tuple[int, float]], width: float, color: str) -> None:
-    """Draw short horizontal lines, one at each place."""
-    starts, stops = [x - width / 2 for x, _ in places], [x + width / 2 for x, _ in places]
-    axes.hlines([y for _, y in places], starts, stops, color=color, linewidth=1.2, zorder=3)
 
 
 def _name_layers(axes: Axes, layers: Layers) -> None:
