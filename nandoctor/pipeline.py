@@ -112,21 +112,10 @@ def add_fixes(found: Diagnosed, settings: Settings) -> Report:
     budget = TrialBudget(max_trials=settings.max_trials, time_s=settings.time)
     with step.kept_ready():
         try:
-            search = search_fixes(step, findings, budget)
+            return search_fixes(found.report, step, findings, budget)
         except LossError as error:
-            step = replace(step, loss=None)
-            search = search_fixes(step, findings, budget)
-            told = (*found.report.notes, f"{error.message} {error.remedy}")
-            found = replace(found, report=replace(found.report, notes=told))
-    return replace(
-        found.report,
-        fixes=search.fixes,
-        counterfactuals=search.counterfactuals,
-        fp32_sets=search.fp32_sets,
-        also=(*found.report.also, *search.also),
-        search_notes=search.notes,
-        fp32_error=search.fp32_error,
-    )
+            report = replace(found.report, notes=(*found.report.notes, f"{error.message} {error.remedy}"))
+            return search_fixes(report, replace(step, loss=None), findings, budget)
 
 
 def _diagnose_step(preparation: Preparation) -> Diagnosed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 from nandoctor.causes.base import Candidate, list_behind, list_makers
@@ -18,7 +18,7 @@ from nandoctor.diagnosis.run_summary import outputs_differ
 from nandoctor.engine.runner import FailingStep
 from nandoctor.evidence.edits import Edit, SourcePatch, Together, flatten, is_text_alone, only_widens
 from nandoctor.evidence.formats import BF16, FP16
-from nandoctor.evidence.report import Check, Counterfactual, Diagnosis, Fix, FixSettings, Fp32SetSearch, TrialOutcome
+from nandoctor.evidence.report import Check, Counterfactual, Fix, FixSettings, Fp32SetSearch, Report, TrialOutcome
 from nandoctor.evidence.trace import SourceLine, Trace
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fixes.agreement import TOLERANCE
@@ -43,36 +43,21 @@ _LARGEST_NEAR = 2.0**20  # fp32's rounding error there is at most 1/16
 _VISIBLE = TOLERANCE / 2  # a change that is so far off may be one for the next strength
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FixSearch:
-    """The result of a search: verified fixes first, the smallest first; `notes` say what was left untried, and why.
-
-    `also` has the origins that show once those of the diagnosis are changed. `fp32_error` is fp32's own error against
-    float64, None if it is small or was not measured.
-    """
-
-    fixes: tuple[Fix, ...] = ()
-    fp32_sets: Fp32SetSearch | None = None
-    counterfactuals: tuple[Counterfactual, ...] = ()
-    also: tuple[Diagnosis, ...] = ()
-    notes: tuple[str, ...] = ()
-    fp32_error: float | None = None
-
-
-def search_fixes(step: FailingStep, findings: Findings, budget: TrialBudget) -> FixSearch:
-    """Try what the diagnosis suggests, then the smallest sets of modules in fp32, then other settings.
+def search_fixes(report: Report, step: FailingStep, findings: Findings, budget: TrialBudget) -> Report:
+    """Add to the report what came of the suggested changes, the smallest sets of modules in fp32, and other settings.
 
     Nothing is tried if the step did not fail. `step.progress` is notified, and may let an interrupt end the search.
     """
     if findings.verdict in NOTHING_FOUND:
-        return FixSearch()
+        return report
+    none = "No fix was tried:"
     if findings.trace.unread:
         what = join_first(findings.trace.unread, 3)
-        return FixSearch(notes=(f"No fix was tried: none can be checked, because the output holds {what}.",))
+        return replace(report, search_notes=(f"{none} none can be checked, because the output holds {what}.",))
     if step.loss is None and findings.trace.raised is not None and _gave_finite_output(findings.trace):
-        return FixSearch(notes=("No fix was tried: the step fails in its loss, which could not be run to the end.",))
+        return replace(report, search_notes=(f"{none} the step fails in its loss, which could not be run to the end.",))
     if any(diagnosis.origin.phase == "optimizer" for diagnosis in findings.conclusion.diagnoses[:1]):
-        return _fix_optimizer(step, findings, budget)
+        return _fix_optimizer(report, step, findings, budget)
     search = _Search(step, findings, budget)
     try:
         with suppress(BudgetSpent):
@@ -82,7 +67,7 @@ def search_fixes(step: FailingStep, findings: Findings, budget: TrialBudget) -> 
     except KeyboardInterrupt:
         if not step.progress.stop():
             raise
-    return search.result()
+    return search.added_to(report)
 
 
 def _gave_finite_output(trace: Trace) -> bool:
@@ -118,16 +103,16 @@ def _is_only_upstream(edit: Edit, findings: Findings) -> bool:
     return only_widens(edit) and not any(is_below(path, module) for path in blamed for module in modules)
 
 
-def _fix_optimizer(step: FailingStep, findings: Findings, budget: TrialBudget) -> FixSearch:
+def _fix_optimizer(report: Report, step: FailingStep, findings: Findings, budget: TrialBudget) -> Report:
     """Keep the weights in fp32, and with them the optimizer's state; or use an eps that its format holds."""
     if not any(diagnosis.cause and diagnosis.cause.code == _EPS_LOST for diagnosis in findings.conclusion.diagnoses):
-        return FixSearch(notes=("No fix was tried: an optimizer's own code is not changed.",))
+        return replace(report, search_notes=("No fix was tried: an optimizer's own code is not changed.",))
     search = _Search(step, findings, budget)
     with suppress(BudgetSpent):
         if any(slot.eps for slot in findings.slots):  # an eps of 0 is 0 in fp32 too
             search.try_fp32_weights()
-    found = (*search.result().fixes, *_fix_optimizer_eps(findings))
-    return FixSearch(fixes=tuple(replace(fix, rank=rank) for rank, fix in enumerate(found)))
+    found = (*search.added_to(report).fixes, *_fix_optimizer_eps(findings))
+    return replace(report, fixes=tuple(replace(fix, rank=rank) for rank, fix in enumerate(found)))
 
 
 def _fix_optimizer_eps(findings: Findings) -> Iterator[Fix]:
@@ -267,21 +252,22 @@ class _Search:
             self._notify()
         self._untried.remove(_SETTINGS)
 
-    def result(self) -> FixSearch:
-        """Return what was found so far."""
+    def added_to(self, report: Report) -> Report:
+        """Return the report with what was found so far."""
         ranked = _rank(self._tried, self._from_fp32_sets, self._findings)
         ops, untried = self._findings.ops, ", ".join(self._untried)
         stopped = f"Interrupted: the search for fixes is not complete. Not or not fully tried: {untried}."
         interrupted = self._step.progress.interrupted
         left = [] if interrupted else self._untried
         found_none = not ranked and _CHANGES not in left and self._program_error is None
-        return FixSearch(
+        return replace(
+            report,
             fixes=tuple(replace(item, rank=rank, cost=cost_of(item.edit, ops)) for rank, item in enumerate(ranked)),
             fp32_sets=self._fp32_sets,
             counterfactuals=tuple(self._varied),
-            also=self._later.diagnoses,
+            also=(*report.also, *self._later.diagnoses),
             fp32_error=self._fp32_error,
-            notes=(
+            search_notes=(
                 *([stopped] if interrupted else []),
                 *([self._program_error] if self._program_error is not None else []),
                 *self._later.notes,
