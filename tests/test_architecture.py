@@ -34,10 +34,10 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_856, "tests": 31_470, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_797, "tests": 31_470, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
-    FILES: 2_957,
+    FILES: 2_946,
     "autocast": 822,
     "capture": 2_605,
     "causes": 2_663,
@@ -47,12 +47,12 @@ MAX_LINES_OF_ROOMS = {
     "dumps": 3_199,
     "engine": 3_130,
     "evidence": 1_702,
-    "fixes": 3_840,
-    "fleet": 727,
+    "fixes": 3_826,
+    "fleet": 710,
     "repro_scripts": 650,
     "step": 3_150,
     "tracing": 1_710,
-    "views": 2_733,
+    "views": 2_716,
 }
 """What each room may have: never more than it had, or than it is drawn with where it is new. These only go down."""
 
