@@ -54,16 +54,11 @@ def approving_command(dump: Path, recorded: Recorded, *, own: bool = False) -> s
     named = model.spec if is_typable else "FILE.py:NAME"
     words += ["--model", named.replace("__main__:", "FILE.py:")]  # a notebook's code, once it is saved to a file
     if not holds_objects(model.arguments):  # else a function has to make them, or the model fills its configuration
-        words += argument_options(model.arguments)
+        typed = ((name, as_option(value)) for name, value in model.arguments.items() if str(name).isidentifier())
+        words += [word for name, text in typed if text is not None for word in ("--model-arg", f"{name}={text}")]
     if loss is not None and _may_be_offered(loss, own=own, assigned=True):
         words += ["--loss", loss.spec.replace("__main__:", "FILE.py:")]
     return shlex.join(map(printable, words))  # no terminal should get the rest of a path as it is
-
-
-def argument_options(arguments: Mapping[str, Any]) -> list[str]:
-    """Return the `--model-arg` options for the arguments that can be typed."""
-    typed = [(name, as_option(value)) for name, value in arguments.items() if str(name).isidentifier()]
-    return [word for name, text in typed if text is not None for word in ("--model-arg", f"{name}={text}")]
 
 
 def _may_be_offered(reference: Reference, *, own: bool, assigned: bool = False) -> bool:

@@ -64,10 +64,6 @@ def pack(value: Any, name: str, *, kinds: bool = False) -> Packed:
     With `kinds`, other containers keep the name of their class, and objects that have tensors as attributes are packed
     too: `fill` makes an object with the same fields.
     """
-    if type(value) is torch.Tensor and not is_wrapped(value):  # what most models return
-        plain = value.detach()
-        taken = ((plain, version_of(plain)),)
-        return Packed(tree=plain, tensors=taken, differentiable=(0,) if value.requires_grad else ())
     packer = _Packer(kinds=kinds)
     tree = packer.pack(value, name, 0)
     return Packed(
@@ -89,7 +85,7 @@ class _Packer:
         if type(value) in _PLAIN:
             return value
         if type(value) is torch.Tensor and not is_wrapped(value):
-            return self._take(value, wants_gradient=value.requires_grad)
+            return self._take(value, name)
         num_notes, num_tensors = len(self.notes), len(self.tensors)
         try:
             return self._pack(value, name, depth)
@@ -99,12 +95,12 @@ class _Packer:
 
     def _pack(self, value: Any, name: str, depth: int) -> Any:
         if isinstance(value, torch.Tensor):
-            return self._pack_odd_tensor(value, name)
+            return self._take(value, name)  # of a subclass, or inside a transform of torch.func
         for kind in _NUMBERS_AND_TEXT:
             if isinstance(value, kind):  # of a subclass, which no reader would import
                 return kind(*kind.__getnewargs__(value))  # not what its class converts it to
         if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in _NUMERIC_KINDS:
-            return self._take(torch.from_numpy(np.array(value)), wants_gradient=False)
+            return self._take(torch.from_numpy(np.array(value)), name)
         if depth >= MAX_DEPTH:
             return self._leave_out(value, name)
         inside = parts(value)
@@ -112,17 +108,12 @@ class _Packer:
             return self._pack_object(value, name, depth) if self.kinds else self._leave_out(value, name)
         return self._pack_container(value, inside, name, depth)
 
-    def _pack_odd_tensor(self, value: torch.Tensor, name: str) -> Any:
-        """Pack a tensor of a subclass, or one inside a transform of torch.func."""
-        plain = unwrap(value)
-        if plain.shape != value.shape:
+    def _take(self, tensor: torch.Tensor, name: str) -> torch.Tensor | None:
+        plain = unwrap(tensor).detach()
+        if plain.shape != tensor.shape:
             self.notes.append(f"{name}: a tensor inside torch.func.vmap, which stands for one tensor per sample")
             return None
-        return self._take(plain, wants_gradient=value.requires_grad)
-
-    def _take(self, tensor: torch.Tensor, *, wants_gradient: bool) -> torch.Tensor:
-        plain = tensor.detach()
-        self.tensors.append((plain, wants_gradient))
+        self.tensors.append((plain, tensor.requires_grad))
         return plain
 
     def _pack_container(self, value: Any, inside: Parts, name: str, depth: int) -> Any:

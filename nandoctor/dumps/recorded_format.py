@@ -199,6 +199,11 @@ class Recorded:
     versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of the arrays that the calls take, in their order."""
+        return tuple(dict.fromkeys(name for call in self.calls for name in slots([call.args, call.kwargs])))
+
+    @property
     def torch(self) -> str:
         """The version of torch that the training ran on; "" if unknown."""
         return brief(self.versions.get("torch", ""))

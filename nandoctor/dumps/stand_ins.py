@@ -20,7 +20,6 @@ from nandoctor.dumps.stored_tensor import (
     name_device,
     rebuild,
     rebuild_sparse,
-    rebuild_v3,
     unread,
 )
 from nandoctor.dumps.trees import KIND, PACKED_SEQUENCE
@@ -147,9 +146,7 @@ _STAND_INS: Mapping[str, Callable[..., object]] = {
     "torch._tensor._rebuild_from_type_v2": _rebuild_by,
     # What makes tensors, but conversions of expanded ones, of which a few bytes claim gigabytes:
     # https://docs.pytorch.org/docs/stable/notes/serialization.html#weights-only
-    "torch._utils._rebuild_tensor": rebuild,
-    "torch._utils._rebuild_tensor_v2": rebuild,
-    "torch._utils._rebuild_tensor_v3": rebuild_v3,
+    **{f"torch._utils._rebuild_tensor{version}": rebuild for version in ("", "_v2", "_v3")},
     "torch._utils._rebuild_sparse_tensor": rebuild_sparse,
     "torch._utils._rebuild_qtensor": unread("a quantized tensor"),
     "torch._utils._rebuild_meta_tensor_no_storage": unread(META),

@@ -272,38 +272,24 @@ def name_device(*place: Any) -> TorchName:
 
 
 def rebuild(storage: Any, offset: Any, size: Any, stride: Any, *others: Any) -> object:
-    """Return the tensor of these elements of a storage: `torch._utils._rebuild_tensor` and the second version of it.
+    """Return the tensor of these elements of a storage: `torch._utils._rebuild_tensor` and its versions 2 and 3.
 
-    It requires no gradient and has no hooks, whatever the file says. Raises like `rebuild_v3`.
-    """
-    if not isinstance(storage, StoredStorage):
-        raise TypeError("no storage of its own")
-    return _place(storage.dtype, storage, (offset, size, stride), others[2:])
-
-
-def rebuild_v3(storage: Any, offset: Any, size: Any, stride: Any, *others: Any) -> object:
-    """Return the tensor of a dtype that the call names.
+    It requires no gradient and has no hooks, whatever the file says. `others` are these two, in version 3 the dtype,
+    and metadata. numpy checks that all of it lies in the data.
 
     Raises:
         TypeError, ValueError, OverflowError: it does not lie in its storage.
     """
-    dtype = others[2]
-    if not isinstance(dtype, TorchName):  # the text of a container may be endless
-        raise TypeError("no dtype")
-    return _place(dtype.name.removeprefix("torch."), storage, (offset, size, stride), others[3:])
-
-
-def _place(dtype: str, storage: Any, place: tuple[Any, Any, Any], metadata: tuple[Any, ...]) -> object:
-    """Return the tensor of this offset, sizes and strides; numpy checks that all of it lies in the data."""
-    if dtype not in _NUMPY_CODES:
-        return UnreadTensor(kind=f"a tensor of torch.{dtype}")
-    if metadata not in ((), (None,), ({},)):
-        return UnreadTensor(kind="a tensor whose conjugation or sign was put off")
-    offset, size, stride = place
-    if not isinstance(storage, StoredStorage) or not (isinstance(size, tuple) and isinstance(stride, tuple)):
+    if not (isinstance(storage, StoredStorage) and isinstance(size, tuple) and isinstance(stride, tuple)):
         raise TypeError("no storage, sizes and strides")
     if not all(type(number) is int and number >= 0 for number in (offset, *size, *stride)):
         raise TypeError("sizes that are no numbers")
+    named = [item.name for item in others[2:3] if isinstance(item, TorchName)]
+    dtype = named[0].removeprefix("torch.") if named else storage.dtype
+    if dtype not in _NUMPY_CODES:
+        return UnreadTensor(kind=f"a tensor of torch.{dtype}")
+    if others[2 + len(named) :] not in ((), (None,), ({},)):
+        return UnreadTensor(kind="a tensor whose conjugation or sign was put off")
     kind = np.dtype(_NUMPY_CODES[dtype])
     begin, strides = offset * kind.itemsize, tuple(number * kind.itemsize for number in stride)
     raw: NDArray[Any] = np.ndarray(tuple(size), kind, storage.data, begin, strides)

@@ -17,10 +17,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from nandoctor.dumps.array_roles import role_of
-from nandoctor.dumps.trees import is_plain_dict
+from nandoctor.dumps.packing import fill
+from nandoctor.dumps.trees import Slot, is_plain_dict, slots
 from nandoctor.engine.user_code import explain_forward
 from nandoctor.errors import ModelError
 from nandoctor.evidence.dump_summary import Role
@@ -67,12 +69,14 @@ class Signature:
 class Offer:
     """What a file has, by dotted name: `values` are arrays and plain values, `containers` the lists and dicts of them.
 
-    `arrays` are the names of the values that may go in without being asked for by name.
+    `arrays` are the names of the values that may go in without being asked for by name. Containers have a `Slot` for
+    each array; arrays are on the `device`.
     """
 
     values: Mapping[str, Any]
     arrays: Sequence[str]
     containers: Mapping[str, Any] = field(default_factory=dict)
+    device: torch.device = field(default_factory=partial(torch.device, "cpu"))
 
     def left(self, bound: Bound) -> list[str]:
         """Return the names of the arrays that no parameter takes, alone or in a container."""
@@ -199,45 +203,28 @@ def read_signature(function: Callable[..., Any]) -> Signature:
 
 def _find_mappings(function: Callable[..., Any], named: Sequence[inspect.Parameter]) -> dict[str, frozenset[str]]:
     """Return the parameters that a function uses as dicts, judged by their annotations, the code and their names."""
-    keys: dict[str, set[str]] = {name: set() for name in _BATCH_NAMES}
+    read: dict[str, set[str]] = {name: set() for name in _BATCH_NAMES}
+    asked: dict[str, set[str]] = {}
     with suppress(OSError, TypeError, SyntaxError):
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-        for name, key in filter(None, map(_used_as_mapping, ast.walk(tree))):
-            keys.setdefault(name, set()).update([key] if key else ())
-        for name, key in filter(None, map(_asked_of_mapping, ast.walk(tree))):
-            keys.get(name, set()).discard(key)  # it need not be there
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
+            match node:
+                case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=str() as key)):
+                    read.setdefault(name, set()).update([key] if isinstance(node.ctx, ast.Load) else ())
+                case ast.Compare(ast.Constant(value=str() as key), [ast.In() | ast.NotIn()], [ast.Name(id=name)]):
+                    read.setdefault(name, set())
+                    asked.setdefault(name, set()).add(key)
+                case ast.Call(func=ast.Attribute(value=ast.Name(id=name)), args=[ast.Constant(value=str() as key), *_]):
+                    asked.setdefault(name, set()).add(key)
+                case ast.Attribute(value=ast.Name(id=name), attr=method) if method in _MAPPING_METHODS:
+                    read.setdefault(name, set())
+                case ast.keyword(arg=None, value=ast.Name(id=name)):
+                    read.setdefault(name, set())
     texts = {p.name: "" if p.annotation is p.empty else str(p.annotation) for p in named}
     return {
-        name: frozenset(keys.get(name, ()))
+        name: frozenset(read.get(name, set()) - asked.get(name, set()))  # what it asks for need not be there
         for name, annotation in texts.items()
-        if _MAPPING_ANNOTATION.search(annotation) or ("Tensor" not in annotation and name in keys)
+        if _MAPPING_ANNOTATION.search(annotation) or ("Tensor" not in annotation and name in read)
     }
-
-
-def _used_as_mapping(node: ast.AST) -> tuple[str, str] | None:
-    """Return the name that the node uses as a mapping, and the string key that it reads, else "": a method or `**`."""
-    match node:
-        case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=str() as key), ctx=ast.Load()):
-            return name, key
-        case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=str())):
-            return name, ""
-        case ast.Attribute(value=ast.Name(id=name), attr=method) if method in _MAPPING_METHODS:
-            return name, ""
-        case ast.keyword(arg=None, value=ast.Name(id=name)):
-            return name, ""
-        case ast.Compare(left=ast.Constant(value=str()), ops=[ast.In() | ast.NotIn()], comparators=[ast.Name(id=name)]):
-            return name, ""
-    return None
-
-
-def _asked_of_mapping(node: ast.AST) -> tuple[str, str] | None:
-    """Return the name of a mapping and the key that the node asks it for: `"mask" in batch`, `batch.get("mask")`."""
-    match node:
-        case ast.Compare(left=ast.Constant(value=str() as key), comparators=[ast.Name(id=name)]):
-            return name, key
-        case ast.Call(func=ast.Attribute(value=ast.Name(id=name)), args=[ast.Constant(value=str() as key), *_]):
-            return name, key
-    return None
 
 
 def find_named(parameter: str, named: Mapping[str, Any]) -> str | None:
@@ -279,7 +266,7 @@ _MAX_CHOICES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
-    """One way to call the model: `arrays` names its inputs, `forward(model, batch)` makes the call.
+    """One way to call the model: `arrays` names its inputs, `forward(model, tensors by name)` makes the call.
 
     With `takes_all` it is given everything that was saved, whether it reads it or not. `unclear` is the error to raise
     unless this call alone gives the saved output or, if none was saved, alone fails or alone runs.
@@ -287,7 +274,7 @@ class Binding:
 
     description: str
     arrays: tuple[str, ...]
-    forward: Callable[[nn.Module, Mapping[str, Any]], Any]
+    forward: Callable[[nn.Module, Mapping[str, torch.Tensor]], Any]
     takes_all: bool = False
     unclear: ModelError | None = None
 
@@ -365,21 +352,18 @@ def _bind_parameters(signature: Signature, bound: Bound, offer: Offer) -> Bindin
 
 def _make_binding(positional: Sequence[str], keyword: Mapping[str, str], offer: Offer) -> Binding:
     parts = {source: _parts_of(source, offer) for source in (*positional, *keyword.values())}
+    trees = {source: _tree_of(part, offer) for source, part in parts.items()}
 
-    def value(source: str, batch: Mapping[str, Any]) -> Any:
-        found = parts[source]
-        return batch[found] if isinstance(found, str) else {key: batch[name] for key, name in found.items()}
-
-    def forward(model: nn.Module, batch: Mapping[str, Any]) -> Any:
-        args = [value(source, batch) for source in positional]
-        return model(*args, **{name: value(source, batch) for name, source in keyword.items()})
+    def forward(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Any:
+        filled = fill(trees, tensors, offer.device)
+        args = [filled[source] for source in positional]
+        return model(*args, **{name: filled[source] for name, source in keyword.items()})
 
     shown = [spell(parts[source]) for source in positional]
     shown += [f"{name}={spell(parts[source])}" for name, source in keyword.items()]
-    names = [name for part in parts.values() for name in ((part,) if isinstance(part, str) else part.values())]
     return Binding(
         description=f"model({', '.join(shown)})",
-        arrays=tuple(dict.fromkeys(names)),
+        arrays=tuple(dict.fromkeys(slots(trees))),
         forward=forward,
         takes_all=EVERYTHING in parts,
     )
@@ -399,6 +383,13 @@ def _parts_of(source: str, offer: Offer) -> str | Mapping[str, str]:
     tops = {name.partition(".")[0] for name in offer.values} & offer.containers.keys() if not prefix else set()
     names = dict.fromkeys(top if (top := name.partition(".")[0]) in tops else name for name in offer.values)
     return {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
+
+
+def _tree_of(part: str | Mapping[str, str], offer: Offer) -> Any:
+    """Return what a source names, with a `Slot` for each array."""
+    if not isinstance(part, str):
+        return {key: _tree_of(name, offer) for key, name in part.items()}
+    return Slot(name=part) if part in offer.arrays else offer.containers.get(part, offer.values.get(part))
 
 
 def spell(part: str | Mapping[str, str]) -> str:

@@ -19,7 +19,10 @@ from nandoctor.machine import is_out_of_memory
 from nandoctor.process_wide import generators_kept
 from nandoctor.step.binding import LOSS, LOSS_OF_SEVERAL, Offer, Signature, bind, read_signature, the_only_array
 from nandoctor.step.recorded_step import own_loss
-from nandoctor.step.saved_arrays import MakeBatch, describe_batch
+from nandoctor.step.saved_arrays import describe_batch
+
+MakeBatch = Callable[[Mapping[str, torch.Tensor]], Any]
+"""Builds the loop's batch from arrays by name."""
 
 
 def bind_loss(

@@ -13,7 +13,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from nandoctor.dumps.packing import fill
 from nandoctor.dumps.recorded_format import Call, Recorded
-from nandoctor.dumps.trees import slots
 from nandoctor.engine.starting_state import restore_generators, this_run
 from nandoctor.errors import ModelError
 from nandoctor.step.binding import Binding, spell
@@ -32,7 +31,7 @@ def bind_calls(recorded: Recorded, device: torch.device, missing: Sequence[str] 
     Raises:
         ModelError: no tensor that the model was called with is in the file, and `missing` says why.
     """
-    names = [name for call in recorded.calls for name in slots([call.args, call.kwargs])]
+    names = recorded.inputs
     lost = [text for text in missing if text.startswith("input.")]
     if lost and not names:
         raise ModelError(
@@ -52,7 +51,7 @@ def bind_calls(recorded: Recorded, device: torch.device, missing: Sequence[str] 
     what = f"model.{recorded.method}" if recorded.method else "model"
     shown = ", ".join(dict.fromkeys(spell(name.partition(".")[2]) for name in names))
     times = f", {len(recorded.calls)} calls" if len(recorded.calls) > 1 else ""
-    return Binding(description=f"{what}({shown}){times}", arrays=tuple(dict.fromkeys(names)), forward=forward)
+    return Binding(description=f"{what}({shown}){times}", arrays=names, forward=forward)
 
 
 def _call(model: nn.Module, method: str, call: Call, tensors: Tensors, device: torch.device) -> Any:
@@ -60,11 +59,11 @@ def _call(model: nn.Module, method: str, call: Call, tensors: Tensors, device: t
         restore_generators(call.rng.torch_states, call.rng, device)
     for name in call.with_grad:
         _with_grad[tensors[name]] = _require_grad(tensors[name])
-    tensors = _as_passed(tensors)
+    tensors = as_passed(tensors)
     return _entry_point(model, method)(*fill(call.args, tensors, device), **fill(call.kwargs, tensors, device))
 
 
-def _as_passed(tensors: Tensors) -> Tensors:
+def as_passed(tensors: Tensors) -> Tensors:
     """Return the tensors as passed to the model, so that a loss can ask for gradients of those in its batch."""
     return {name: _with_grad.get(tensor, tensor) for name, tensor in tensors.items()} if _with_grad else tensors
 
@@ -75,13 +74,6 @@ def _require_grad(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     with unobserved():
         return tensor.detach().requires_grad_().clone()  # not a leaf: a model may write to its input in place
-
-
-def make_batch(recorded: Recorded, tensors: Tensors, device: torch.device) -> Any:
-    """Return the training loop's batch or, if none was recorded, the arguments of the calls by name."""
-    if recorded.batch is not None:
-        return fill(recorded.batch, _as_passed(tensors), device)
-    return {name.rpartition(".")[2]: tensors[name] for name in bind_calls(recorded, device).arrays}
 
 
 def own_loss(place: str) -> Callable[[Any, Any], torch.Tensor]:

@@ -23,28 +23,29 @@ from nandoctor.engine.saved_outputs import SavedOutputs, are_round
 from nandoctor.errors import DumpError
 from nandoctor.evidence.formats import BF16, FORMATS, FP16, FloatFormat
 from nandoctor.step.binding import Offer, required_names
-from nandoctor.step.recorded_step import make_batch
+from nandoctor.step.recorded_step import as_passed
 from nandoctor.step.settings import Settings
 from nandoctor.tracing.tensor_stats import all_finite, format_of
 from nandoctor.trees import spell, walk
 
 _CONTAINERS = (dict, list, tuple)
 
-MakeBatch = Callable[[Mapping[str, torch.Tensor]], Any]
-"""Builds the loop's batch from arrays by name."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedBatch:
     """Every array of a dump on the replay's device, and the `offer` of those that may go into the model: no outputs.
 
-    `make` builds the batch that the user's loss or call receives.
+    `tree` is the training loop's batch, with a `Slot` for each array.
     """
 
     arrays: Mapping[str, torch.Tensor]
     offer: Offer
-    make: MakeBatch
+    tree: Any
     notes: tuple[str, ...]
+
+    def make(self, tensors: Mapping[str, torch.Tensor]) -> Any:
+        """Return the batch that the user's loss or call receives."""
+        return fill(self.tree, as_passed(tensors), self.offer.device)
 
 
 def read_batch(dump: Dump, model: nn.Module, outputs: Collection[str], device: torch.device) -> SavedBatch:
@@ -60,35 +61,33 @@ def read_batch(dump: Dump, model: nn.Module, outputs: Collection[str], device: t
         for name, array in dump.arrays.items()
     }
     inputs = {name: array for name, array in arrays.items() if name not in outputs}
-    found = [
-        (".".join(map(str, place)), item, set(slots(item)))
-        for place, item in walk(dump.tree)
-        if place and isinstance(item, _CONTAINERS)
-    ]
-    containers = {name: item for name, item, arrays in found if arrays and not arrays.intersection(outputs)}
+    found = {".".join(map(str, place)): item for place, item in walk(dump.tree) if isinstance(item, _CONTAINERS)}
+    containers = {
+        name: item for name, item in found.items() if name and (held := {*slots(item)}) and held <= inputs.keys()
+    }
     return SavedBatch(
         arrays=arrays,
-        offer=Offer(values={**dump.scalars, **inputs}, arrays=list(inputs), containers=containers),
-        make=_batch_maker(dump, inputs, device),
+        offer=Offer(values={**dump.scalars, **inputs}, arrays=list(inputs), containers=containers, device=device),
+        tree=_batch_of(dump, inputs),
         notes=tuple(
             f"{name} was saved as float64 and passed to the model as float32, its own precision." for name in narrowed
         ),
     )
 
 
-def _batch_maker(dump: Dump, inputs: Collection[str], device: torch.device) -> MakeBatch:
-    """Return a function that builds the loop's batch.
+def _batch_of(dump: Dump, inputs: Collection[str]) -> Any:
+    """Return the loop's batch, with a `Slot` for each array.
 
-    A recorder's file holds the batch. In any other it is the container of all inputs, `batch` in
-    `{"batch": {...}, "logit": ...}`; without such a container, everything that was saved.
+    A recorder's file holds the batch or, if none was given, the arguments of the calls. In any other it is the
+    container of all inputs, `batch` in `{"batch": {...}, "logit": ...}`; without one, everything that was saved.
     """
     if dump.is_recorded:
-        return lambda tensors: make_batch(dump.recorded, tensors, device)
+        arguments = {name.rpartition(".")[2]: Slot(name=name) for name in dump.recorded.inputs}
+        return arguments if dump.recorded.batch is None else dump.recorded.batch
     tree = dump.tree if dump.tree is not None else {name: Slot(name=name) for name in dump.arrays}
     first = {name.partition(".")[0] for name in inputs}
     only = tree.get(next(iter(first))) if len(first) == 1 else None
-    batch = only if isinstance(only, _CONTAINERS) else tree
-    return lambda tensors: fill(batch, tensors, device)
+    return only if isinstance(only, _CONTAINERS) else tree
 
 
 def describe_batch(batch: Any) -> str:
@@ -107,14 +106,14 @@ def find_outputs(
         DumpError: the settings name an output that does not exist.
     """
     if dump.is_recorded and settings.output is None:
-        # The largest floating-point array first.
-        names = [name for name in dump.arrays if name.partition(".")[0] == "output"]
-        names.sort(key=lambda name: (not dump.arrays[name].is_floating_point(), -dump.arrays[name].numel()))
-        first = next((name for name in names if not all_finite(dump.arrays[name])), next(iter(names), None))
+        named = {name: array for name, array in dump.arrays.items() if name.partition(".")[0] == "output"}
+        # A non-finite one, else the largest floating-point array.
+        key = {name: (all_finite(it), not it.is_floating_point(), -it.numel()) for name, it in named.items()}
+        names = sorted(named, key=lambda name: key[name])
     else:
         taken = {*required_names(model), *(item.rpartition("=")[2] for item in settings.inputs)}
         names = saved_outputs(dump.arrays, settings.output, taken=taken, read=names_read(functions, dump.arrays))
-        first = next(iter(names), None)
+    first = next(iter(names), None)
     if first is None:
         return SavedOutputs(names=tuple(names), graded=_saved_number(dump), field=settings.output)
     # An array that the recorder named "output.boxes.0" is at "boxes[0]" of the model's output.

@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,7 @@ from nandoctor.autocast.policy import LOW_DTYPES, Policy
 from nandoctor.dumps.array_roles import role_of
 from nandoctor.dumps.code_request import read_option
 from nandoctor.dumps.dump import Dump
-from nandoctor.dumps.packing import fill
 from nandoctor.dumps.recorded_format import RandomStates
-from nandoctor.dumps.trees import slots
 from nandoctor.engine.call import Call
 from nandoctor.engine.module_state import LARGE_NBYTES, nonfinite_in
 from nandoctor.engine.progress import Listener
@@ -277,7 +276,7 @@ def _find_bindings(dump: Dump, code: _Code, batch: SavedBatch, settings: Setting
     if settings.inputs:
         return [bind_inputs(settings.inputs, batch.offer)]
     if dump.recorded.calls:
-        return [bind_calls(dump.recorded, torch.device(settings.device), dump.missing)]
+        return [bind_calls(dump.recorded, batch.offer.device, dump.missing)]
     return find_bindings(code.model, batch.offer)
 
 
@@ -306,18 +305,7 @@ def _make_step(
     binding: Binding, dump: Dump, code: _Code, batch: SavedBatch, settings: Settings, policy: Policy
 ) -> FailingStep:
     """Return the step with the model called in this way."""
-    model, device, containers = code.model, torch.device(settings.device), batch.offer.containers
-    trees = {name: containers[name] for name in binding.arrays if name in containers}
-    used = frozenset({*binding.arrays, *slots(trees)}.intersection(batch.offer.arrays))
-
-    def value(name: str, tensors: Mapping[str, torch.Tensor]) -> Any:
-        if name in tensors:
-            return tensors[name]
-        return fill(trees[name], tensors, device) if name in trees else batch.offer.values[name]
-
-    def forward(tensors: Mapping[str, torch.Tensor]) -> Any:
-        return binding.forward(model, {name: value(name, tensors) for name in binding.arrays})
-
+    model, used = code.model, frozenset(binding.arrays).intersection(batch.offer.arrays)
     dtype = weight_dtype(dump.state)
     arrays = dict(batch.arrays)
     if dtype is not None and not dump.is_recorded and settings.call is None:  # as a loop without autocast passes them
@@ -328,9 +316,9 @@ def _make_step(
     return FailingStep(
         model=model,
         built={name: int(now[name].max()) == 1 for name in now if name in first and now[name].equal(first[name])},
-        call=Call(batch=arrays, used=used, forward=forward, description=binding.description),
+        call=Call(batch=arrays, used=used, forward=partial(binding.forward, model), description=binding.description),
         loss=bind_loss(code.loss, dump, batch.make, used),
-        mode=Mode(policy=policy, loss_scale=scale, device=device),
+        mode=Mode(policy=policy, loss_scale=scale, device=batch.offer.device),
         randomness=Randomness(states=dump.rng_states, host=dump.recorded.rng or RandomStates()),
         recorded=dump.recorded,
     )

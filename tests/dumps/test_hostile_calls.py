@@ -46,7 +46,7 @@ def array_with(shape=b"K\x00\x85", byte_order=None, code=None, fortran=b"\x89"):
 CALLS = {
     "a dtype that is a nest": (
         with_nest(forge.call(forge.name("torch._utils", "_rebuild_tensor_v3"), *forge.tensor_parts(), b"h\x00")),
-        "no dtype",
+        "expands far beyond the size of the file",
     ),
     "a device that is a nest": (with_nest(forge.call(forge.name("torch", "device"), b"h\x00")), "no place of a device"),
     "a set of a tensor": (forge.call(SET, EXPANDED), NO_ITEMS),

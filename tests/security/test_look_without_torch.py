@@ -17,7 +17,7 @@ from wording import plain_text
 from nandoctor.dumps import stand_ins
 from nandoctor.dumps.dump import summarize
 from nandoctor.dumps.reader import read_dump
-from nandoctor.dumps.stored_tensor import StorageKind, StoredStorage, StoredTensor, TorchName, rebuild, rebuild_v3
+from nandoctor.dumps.stored_tensor import StorageKind, StoredStorage, StoredTensor, TorchName, rebuild
 from nandoctor.dumps.tensors import count_nonfinite, to_torch
 from nandoctor.errors import DumpError
 from nandoctor.views.document import document
@@ -96,7 +96,7 @@ DTYPES += [f"torch.{name}" for name in "bool int8 int16 int32 int64 uint8 uint16
 def stored(data, size, stride, offset, dtype):
     """A tensor without torch."""
     storage = StoredStorage(data=memoryview(data), offset=0, dtype="uint8")
-    return rebuild_v3(storage, offset, size, stride, False, None, TorchName(name=dtype))
+    return rebuild(storage, offset, size, stride, False, None, TorchName(name=dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
