@@ -56,6 +56,9 @@ def _of_group(
     group: Mapping[object, object], state: Mapping[object, object]
 ) -> Iterator[tuple[int | str, SecondMoment]]:
     eps, keys, names = group.get("eps"), group.get("params"), group.get("param_names")
+    betas = group.get("betas")  # of Adam; RMSprop has an alpha, and Adagrad sums without decay
+    decay = betas[1] if isinstance(betas, (tuple, list)) and len(betas) == 2 else group.get("alpha")
+    decay = decay if isinstance(decay, float) and 0 <= decay < 1 else 0.0
     if not isinstance(eps, float) or not isinstance(keys, list) or group.get("fused") is True:
         return
     for position, key in enumerate(keys):
@@ -66,11 +69,4 @@ def _of_group(
         if is_dense(values) and dtype_name(values.dtype) in _DTYPES:
             name = names[position] if isinstance(names, list) and position < len(names) else key
             named = name if isinstance(name, str) else ""
-            yield key, SecondMoment(name=named, eps=eps, values=values, decay=_decay(group))
-
-
-def _decay(group: Mapping[object, object]) -> float:
-    """Return Adam's second beta, or RMSprop's alpha; 0 for Adagrad, which sums without decay."""
-    betas = group.get("betas")
-    decay = betas[1] if isinstance(betas, (tuple, list)) and len(betas) == 2 else group.get("alpha")
-    return decay if isinstance(decay, float) and 0 <= decay < 1 else 0.0
+            yield key, SecondMoment(name=named, eps=eps, values=values, decay=decay)

@@ -31,12 +31,12 @@ def name_tensors(tree: Any, name: str, take: Callable[[str, Any], str]) -> Any:
     Raises:
         DumpError: the tree is nested too deeply, or holds what no writer of dumps puts there.
     """
-    others: tuple[type[Any], ...] = (*PLAIN, list, tuple, TorchName)
+    others: tuple[type[Any], ...] = (*PLAIN, list, tuple, dict, TorchName)
 
     def name_tensor(place: Place, item: Any) -> Any:
-        if isinstance(item, dict):
-            _check_keys(name, item)
-            return item
+        # The name of a tensor is made of all keys above it.
+        if isinstance(item, dict) and not all(map(_is_part_of_a_name, item)):
+            raise DumpError(f"{name!r} holds a key that is neither a short string nor a number.", remedy=AS_WRITTEN)
         return item if isinstance(item, others) else Slot(name=take(".".join([name, *map(str, place)]), item))
 
     try:
@@ -53,11 +53,8 @@ def too_large() -> DumpError:
     )
 
 
-def _check_keys(name: str, mapping: Mapping[Any, Any]) -> None:
-    """Raise if a key is no part of a name: the name of a tensor is made of all keys above it."""
-    for key in mapping:
-        if not (isinstance(key, (int, float, type(None))) or (isinstance(key, str) and len(key) <= MAX_NAME)):
-            raise DumpError(f"{name!r} holds a key that is neither a short string nor a number.", remedy=AS_WRITTEN)
+def _is_part_of_a_name(key: Any) -> bool:
+    return isinstance(key, (int, float, type(None))) or (isinstance(key, str) and len(key) <= MAX_NAME)
 
 
 def slots(tree: Any) -> Iterator[str]:

@@ -117,7 +117,10 @@ def _on_cpu(contents: Mapping[str, Any]) -> dict[str, Any]:
     left_out = list(contents.get("left_out", []))
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
-        _check_readable(tensor)
+        if tensor.is_nested:
+            raise TypeError("no torch reads a nested tensor without running code that the file names")
+        if dtype_name(tensor.dtype) not in COMPUTED_DTYPES:
+            raise TypeError("no reader takes quantized tensors, or what torch only stores")
         tensor = tensor.to_dense() if tensor.is_mkldnn else tensor
         if tensor.layout is not torch.strided:
             return tensor.detach().cpu()
@@ -144,14 +147,6 @@ def _on_cpu(contents: Mapping[str, Any]) -> dict[str, Any]:
 
     copied = {part: map_tensors(tree, functools.partial(copy_or_drop, part)) for part, tree in contents.items()}
     return {**copied, "left_out": left_out}
-
-
-def _check_readable(tensor: torch.Tensor) -> None:
-    """Raise TypeError if no reader would accept the tensor."""
-    if tensor.is_nested:
-        raise TypeError("no torch reads a nested tensor without running code that the file names")
-    if dtype_name(tensor.dtype) not in COMPUTED_DTYPES:
-        raise TypeError("no reader takes quantized tensors, or what torch only stores")
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:

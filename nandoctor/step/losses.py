@@ -30,28 +30,19 @@ def bind_loss(
 ) -> Callable[..., Any] | None:
     """Return the loss as a function of output and arrays by name; without one, that which the model itself returns.
 
-    `used` are the arrays that the model takes.
+    A recorder's loss takes the batch. Any other may take parts of it by their names instead: of the ways to call it,
+    the likelier is tried first. `used` are the arrays that the model takes.
     """
     if loss is None:
         field = dump.recorded.loss_field
         return own_loss(field) if field is not None else None
     num_calls = len(dump.recorded.calls)
     returned = f"the list of what {num_calls} calls returned" if num_calls > 1 else "what the model returned"
-    return _checked(loss if dump.is_recorded else _by_name(loss, used), make, returned)
-
-
-def _by_name(loss: Callable[..., Any], used: Collection[str]) -> Callable[..., Any]:
-    """Return the loss as a function of output and batch; one that takes no batch gets parts of it by their names.
-
-    `loss(logit, mask)` of a batch with a mask is called with that, unless it uses the parameter as a dict; other names
-    are matched by the rules of `binding.LOSS`. What is likelier is tried first.
-    """
     first_raised = False
 
-    @functools.wraps(loss)
-    def compute(output: Any, batch: Any) -> Any:
+    def call(output: Any, batch: Any) -> Any:
         nonlocal first_raised
-        ways = _find_ways(loss, output, batch, used)
+        ways = [partial(loss, output, batch)] if dump.is_recorded else _find_ways(loss, output, batch, used)
         if not first_raised and len(ways) > 1:
             try:
                 with generators_kept():
@@ -60,11 +51,15 @@ def _by_name(loss: Callable[..., Any], used: Collection[str]) -> Callable[..., A
                 first_raised = True
         return ways[-1]()
 
-    return compute
+    return functools.update_wrapper(_checked(call, make, returned), loss)
 
 
 def _find_ways(loss: Callable[..., Any], output: Any, batch: Any, used: Collection[str]) -> list[Callable[[], Any]]:
-    """Return the ways to call a loss, the likelier first: with the batch, and with parts of it for all parameters."""
+    """Return the ways to call a loss, the likelier first: with the batch, and with parts of it for all parameters.
+
+    `loss(logit, mask)` of a batch with a mask is called with that, unless it uses the parameter as a dict; other names
+    are matched by the rules of `binding.LOSS`.
+    """
     whole = partial(loss, output, batch)
     signature = read_signature(loss.forward if isinstance(loss, nn.Module) else loss)
     others, is_open = signature.named[1:], bool(signature.variadic or signature.keywords)
@@ -137,7 +132,6 @@ def _loss_in(made: Any) -> Any:
 def _checked(loss: Callable[..., Any], make: MakeBatch, returned: str) -> Callable[..., Any]:
     """Wrap the loss so that any error in it is a `LossError`: the training may have called it with other arguments."""
 
-    @functools.wraps(loss)
     def compute(output: Any, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         batch = make(tensors)
         try:

@@ -42,9 +42,16 @@ def take_weights(dump: Dump, settings: Settings) -> Dump:
         DumpError: no weights are given and the dump holds none, or the given weights cannot be read.
     """
     if settings.weights is None:
-        if not dump.holds_weights:
-            raise _missing_weights(dump)
-        return dump
+        if dump.holds_weights:
+            return dump
+        why = "they would have passed the recorder's max_nbytes" if dump.is_recorded else "a batch alone was saved"
+        file = brief(str(dump.path), 1000)
+        raise DumpError(
+            f"{file}: the file holds no state dict: {why}.",
+            remedy="Give the checkpoint that has the weights: nandoctor replay "
+            f"{shlex.quote(file)} --weights CHECKPOINT. Or save them with the batch: "
+            'torch.save({"state_dict": model.state_dict(), ...}, path).',
+        )
     state = read_weights(settings.directory / settings.weights)
     kept = {} if dump.holds_weights else dump.state
     given = brief(str(settings.weights), 1000)
@@ -58,17 +65,6 @@ def take_weights(dump: Dump, settings: Settings) -> Dump:
         missing=tuple(text for text in dump.missing if not text.startswith("state_dict:")),
         notes=(*dump.notes, f"The weights are those of {given}, which may not be those of the failing step."),
         other_weights=True,
-    )
-
-
-def _missing_weights(dump: Dump) -> DumpError:
-    why = "they would have passed the recorder's max_nbytes" if dump.is_recorded else "a batch alone was saved"
-    file = brief(str(dump.path), 1000)
-    return DumpError(
-        f"{file}: the file holds no state dict: {why}.",
-        remedy="Give the checkpoint that has the weights: nandoctor replay "
-        f"{shlex.quote(file)} --weights CHECKPOINT. Or save them with the batch: "
-        'torch.save({"state_dict": model.state_dict(), ...}, path).',
     )
 
 

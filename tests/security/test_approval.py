@@ -12,7 +12,7 @@ import torch
 from forgery import canaries, contents, make_project
 
 from nandoctor.case import replay
-from nandoctor.dumps.code_request import argument_options
+from nandoctor.dumps.code_request import as_option
 from nandoctor.dumps.dump import summarize
 from nandoctor.dumps.reader import read_dump
 from nandoctor.dumps.writer import write_dump
@@ -181,7 +181,7 @@ def test_no_command_names_what_its_file_does_not_define(project, module, file, n
 
 
 def test_a_text_that_almost_is_a_literal_is_passed_as_text():
-    assert argument_options({"kind": "{[]: 1}", "file": "train.py:run"}) == ["--model-arg", "kind={[]: 1}"]
+    assert [as_option(text) for text in ("{[]: 1}", "train.py:run")] == ["{[]: 1}", None]
 
 
 def test_a_flag_allows_what_it_names_and_no_more(project):
