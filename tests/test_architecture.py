@@ -34,20 +34,20 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_722, "tests": 31_470, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_791, "tests": 31_492, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_946,
     "autocast": 822,
     "capture": 2_605,
     "causes": 2_663,
-    "changes": 3_184,
+    "changes": 3_219,
     "cli": 810,
     "diagnosis": 1_974,
     "dumps": 3_161,
     "engine": 3_130,
     "evidence": 1_702,
-    "fixes": 3_826,
+    "fixes": 3_860,
     "fleet": 710,
     "repro_scripts": 650,
     "step": 3_113,

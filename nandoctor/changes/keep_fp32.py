@@ -15,6 +15,7 @@ from nandoctor.changes.source_tree import CannotWriteError, SourceTree
 from nandoctor.changes.source_writer import SourceWriter
 from nandoctor.changes.text_lines import on_one_line
 from nandoctor.evidence.edits import OpSite, SingleEdit, Snippet, kind_of_change
+from nandoctor.evidence.formats import FP32, FloatFormat
 from nandoctor.evidence.trace import LOSS, SourceLine
 from nandoctor.ops import CASTS, PRODUCTS
 from nandoctor.text import join_words
@@ -135,7 +136,10 @@ class KeepOp(SingleEdit):
 
 @kind_of_change
 class KeepLines(SingleEdit):
-    """Run lines in fp32, and cast the result of the last one back: without autocast, wide values widen what follows."""
+    """Run lines in a wider format, and cast the result of the last one back: wide values widen what follows.
+
+    The format is fp32 in a model without autocast; it is fp64 for what fp32 cannot hold.
+    """
 
     size: ClassVar[int] = 3
     only_widens: ClassVar[bool] = True
@@ -143,25 +147,39 @@ class KeepLines(SingleEdit):
 
     kind: Literal["keep-lines"] = "keep-lines"
     lines: tuple[SourceLine, ...]
+    format: FloatFormat = FP32
 
     @property
     def title(self) -> str:
         """The lines."""
         numbers = join_words([str(line.line) for line in self.lines])
         where = f"line{'s' * (len(self.lines) > 1)} {numbers} of {cell_name(self.lines[0].file)}"
-        return f"Compute {where} in fp32, and cast the result back"
+        return f"Compute {where} in {self.format}, and cast the result back"
 
     def write(self, source: SourceWriter) -> None:
         """Cast the tensors of each line where their names are read, and what the last one returns or assigns."""
+        method, made = ("float" if self.format is FP32 else "double"), set[str]()
         for line in self.lines:
             change, statement = source.file(line.file), _statement_at(source, line)
-            names = _widen_names(source, line, statement)
+            names = _widen_names(source, line, statement, method=method, wide=made)
             if line is self.lines[-1]:
                 value = statement.value if isinstance(statement, ast.Assign | ast.Return) else None
-                if value is None or not names:
+                if value is None or not (names or made):
                     raise CannotWriteError
-                kept = change.tree.code(min(names, key=lambda name: (name.lineno, name.col_offset)))
-                change.replace(value, f"{change.operand(value)}.to({kept}.dtype)")
+                change.replace(value, f"{change.operand(value)}.{self._back(change.tree, names)}")
+            made |= {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and _is_assigned(node)}
+
+    def _back(self, tree: SourceTree, names: Collection[ast.expr]) -> str:
+        """Return the call of a method that casts to the format that the model has without the change."""
+        if self.format is not FP32:
+            return "float()"
+        if not names:
+            raise CannotWriteError
+        return f"to({tree.code(min(names, key=lambda name: (name.lineno, name.col_offset)))}.dtype)"
+
+
+def _is_assigned(node: ast.Name) -> bool:
+    return isinstance(node.ctx, ast.Store)
 
 
 def _statement_at(source: SourceWriter, line: SourceLine) -> ast.stmt:
@@ -178,31 +196,49 @@ def _write_line(source: SourceWriter, line: SourceLine) -> None:
     source.file(line.file).wrap(statement, OUT_OF_AUTOCAST)
 
 
-def _widen_names(source: SourceWriter, line: SourceLine, statement: ast.stmt) -> set[ast.expr]:
-    """Cast the tensors of a statement to fp32 where their names are read, and return these."""
+def _widen_names(
+    source: SourceWriter, line: SourceLine, statement: ast.stmt, *, method: str = "float", wide: Collection[str] = ()
+) -> set[ast.expr]:
+    """Cast the tensors of a statement by this method where they are read, unless their names are `wide`; return them.
+
+    The code's own `.float()` is replaced.
+    """
     change = source.file(line.file)
     tree = change.tree
     sources = ((op, op.source) for op in source.ops if op.source is not None and op.source.whole == line)
     called = [Expression(change, node, op) for op, place in sources if (node := tree.find(place)) is not None]
-    names = _tensor_names(tree, called) | set(_module_arguments(statement))
-    for name in names:
-        if not change.is_replaced(name):
-            change.replace(name, f"{change.operand(name)}.float()")
+    found = _tensors_read(called) | set(_module_arguments(statement))
+    names = {node for node in found if tree.code(node) not in wide}
+    for node in found:
+        text = f"{change.operand(node)}.{method}()" if node in names else tree.code(node)
+        read = _own_cast(tree, node) or node
+        if not change.is_replaced(read) and text != tree.code(read):
+            change.replace(read, text)
     for made in {item.node: item for item in called if item.op_name in CASTS}.values():
         with suppress(CannotWriteError):  # a cast to another tensor's dtype stays
             made.cast_to_fp32()
     return names
 
 
-def _tensor_names(tree: SourceTree, called: Iterable[Expression]) -> set[ast.expr]:
-    """Return the names and attributes that the expressions took their low-precision tensors from."""
+def _tensors_read(called: Iterable[Expression]) -> set[ast.expr]:
+    """Return the names, attributes and items that the expressions took their tensors from."""
     found: set[ast.expr] = set()
     for expression in called:
         written = {expression.node.target} if isinstance(expression.node, ast.AugAssign) else set()
         found.update(set(expression.tensors()) - written)
-    above = {node: tree.parent(node) for node in found}
-    wide = {node for node, parent in above.items() if parent and tree.code(parent).endswith(".float")}
-    return {node for node in found - wide if isinstance(node, ast.Name | ast.Attribute)}
+    return {node for node in found if isinstance(node, ast.Name | ast.Attribute) or _is_item(node)}
+
+
+def _is_item(node: ast.expr) -> bool:
+    key = node.slice if isinstance(node, ast.Subscript) else None
+    return isinstance(key, ast.Constant) and isinstance(key.value, str)
+
+
+def _own_cast(tree: SourceTree, node: ast.expr) -> ast.expr | None:
+    """Return the call `x.float()` around `x` in the code."""
+    method = tree.parent(node)
+    call = tree.parent(method) if isinstance(method, ast.Attribute) and method.attr == "float" else None
+    return call if isinstance(call, ast.Call) else None
 
 
 def _module_arguments(statement: ast.stmt) -> Iterator[ast.Name]:

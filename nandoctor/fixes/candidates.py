@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, zip_longest
+from itertools import chain, product, zip_longest
 
 from torch import nn
 
@@ -136,6 +136,19 @@ def _lines_in_fp32(leads: Sequence[Suspect], findings: Findings) -> Iterator[Can
     if lead is not None and lead.site.source is not None and lead.site.source.whole in lines:
         following = tuple(lines[lines.index(lead.site.source.whole) :][:_MOST_LINES])
         yield tuple(KeepLines(lines=following[: count + 1]) for count in range(len(following)))
+
+
+def lines_in_fp64(leads: Sequence[Suspect], findings: Findings) -> Iterator[Candidate]:
+    """Yield the lines around the first origin, shortest first: from where a value is rounded to where it fits again."""
+    site = next((lead.site for lead in leads if lead.site.source is not None), None)
+    origin = site.source.whole if site is not None and site.source is not None else None
+    ops = [op for op in findings.ops if op.phase != "backward" and site is not None and op.module == site.module]
+    lines = list(dict.fromkeys(op.source.whole for op in ops if op.source is not None))
+    if origin in lines:
+        place = lines.index(origin)
+        spans = product(range(max(place - _MOST_LINES + 1, 0), place + 1), range(place + 1, place + _MOST_LINES + 1))
+        for start, end in sorted(spans, key=lambda span: (span[1] - span[0], -span[0])):
+            yield (KeepLines(lines=tuple(lines[start:end]), format=FP64),)
 
 
 def overflowing_products(findings: Findings) -> list[OpCall]:

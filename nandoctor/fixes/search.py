@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
+from itertools import takewhile
 
 from nandoctor.causes.base import Candidate, list_behind, list_makers
 from nandoctor.changes.clamp import ClampArgument
@@ -17,13 +18,21 @@ from nandoctor.diagnosis.conclusion import Findings, is_mask
 from nandoctor.diagnosis.run_summary import outputs_differ
 from nandoctor.engine.runner import FailingStep
 from nandoctor.evidence.edits import Edit, SourcePatch, Together, flatten, is_text_alone, only_widens
-from nandoctor.evidence.formats import BF16, FP16
+from nandoctor.evidence.formats import BF16, FP16, FP64
 from nandoctor.evidence.report import Check, Counterfactual, Fix, FixSettings, Fp32SetSearch, Report, TrialOutcome
 from nandoctor.evidence.trace import SourceLine, Trace
 from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fixes.agreement import TOLERANCE
 from nandoctor.fixes.budget import BudgetSpent, TrialBudget
-from nandoctor.fixes.candidates import by_lines, join, propose, vary_settings, without_guilty
+from nandoctor.fixes.candidates import (
+    by_lines,
+    distinct_leads,
+    join,
+    lines_in_fp64,
+    propose,
+    vary_settings,
+    without_guilty,
+)
 from nandoctor.fixes.fp32_sets import Kept, refine, search_fp32_sets
 from nandoctor.fixes.later_origins import LaterOrigins, find_later_origins
 from nandoctor.fixes.meaning import Meaning
@@ -169,11 +178,23 @@ class _Search:
             return
         self._attempt(propose(self._findings, self._trials), self._tried)
         self._untried.remove(_CHANGES)
+        if self._findings.verdict == "numerics" and not self._succeeded:
+            self._try_fp64()
         if self._findings.verdict == "numerics" and not self._helped:
             self._try_later_origins()
         if self._findings.verdict == "numerics" and not self._helped:
             affected = self._guilty or self._findings.trace.rows_hit
             self._attempt(without_guilty(affected, self._step.call.batch_size), self._tried)
+
+    def _try_fp64(self) -> None:
+        """Try lines in fp64 until some pass, if the whole step in fp64 is finite."""
+        whole = self._trials.look(UseFormat(format=FP64))
+        if whole is not None and whole.finite:
+            leads = distinct_leads(self._findings.conclusion, self._step.model)
+            candidates = lines_in_fp64(leads, self._findings)
+            found = list[Fix]()
+            self._attempt(takewhile(lambda _: not any(fix.verified for fix in found), candidates), found)
+            self._tried += [fix for fix in found if fix.verified]
 
     def _new_verifier(self) -> Verifier:
         # A product that overflows in fp16 is far from fp32's limit, and such networks have the slowest float64 runs.

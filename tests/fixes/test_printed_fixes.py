@@ -140,7 +140,29 @@ STEPS = {
         "size = (h * h).sum(-1, keepdim=True)",
         "h = h / size.sqrt()",
         "size = (h.float() * h.float()).sum(-1, keepdim=True)",
-        "h = (h.float() / size.float().sqrt()).to(h.dtype)",
+        "h = (h.float() / size.sqrt()).to(h.dtype)",
+    ),
+    "a ratio that fits in fp64": Step(
+        code={
+            "layers": "self.lift = nn.Linear(4, 1)",
+            "forward": "return self.lift(x).squeeze(-1)",
+            "loss": """
+                advantage = batch["advantage"]
+                ratio = (output.float() - batch["before"]).exp()
+                gain = ratio * advantage
+                return -torch.min(gain, ratio.clamp(0.8, 1.2) * advantage).mean()
+            """,
+        },
+        batch={
+            "x": NORMAL[:4, :4],
+            "before": torch.tensor([0.1, -95.0, 0.2, 0.3]),
+            "advantage": torch.tensor([1.0, 0.0, -0.2, 0.1]),
+        },
+        lines=(
+            'ratio = (output.double() - batch["before"].double()).exp()',
+            "gain = (ratio * advantage.double()).float()",
+        ),
+        cause="exp-overflow",
     ),
     "an eps inside a function of torch": Step(
         code={
