@@ -34,14 +34,14 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_791, "tests": 31_492, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_792, "tests": 31_492, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_946,
     "autocast": 822,
     "capture": 2_605,
     "causes": 2_663,
-    "changes": 3_219,
+    "changes": 3_220,
     "cli": 810,
     "diagnosis": 1_974,
     "dumps": 3_161,
