@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
 from typing import Literal
 
 from nandoctor.changes.clamp import ClampArgument
@@ -15,7 +15,7 @@ from nandoctor.evidence.dump_summary import OptimizerUpdate
 from nandoctor.evidence.edits import Edit, OpSite
 from nandoctor.evidence.formats import FP32, FloatFormat
 from nandoctor.evidence.report import Account, Evidence
-from nandoctor.evidence.trace import OpAnalysis, OpCall, Operand, OpTensor, TensorStats, largest_of
+from nandoctor.evidence.trace import OpAnalysis, OpCall, Operand, OpTensor, TensorStats, Trace, largest_of
 from nandoctor.ops import (
     CASTS,
     DIVISIONS,
@@ -47,17 +47,16 @@ Candidate = tuple[Edit, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _AnalysedOp:
-    """An op that made non-finite values, with its run.
+class Finding:
+    """An op of the forward pass or the loss that made non-finite values, with its run.
 
-    `ops` are all ops of the run by order, `references` those of the fp32 run by key. `low` is the format that autocast
-    computes products in.
+    `ops` are all ops of the run, `reference` is the fp32 run. `low` is the format that autocast computes products in.
     """
 
     op: OpCall
-    ops: Mapping[int, OpCall]
+    ops: Sequence[OpCall]
     low: FloatFormat
-    references: Mapping[tuple[str, int, str, int], OpCall] = field(default_factory=dict)
+    reference: Trace
 
     @property
     def analysis(self) -> OpAnalysis:
@@ -65,15 +64,15 @@ class _AnalysedOp:
         assert self.op.analysis is not None
         return self.op.analysis
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding(_AnalysedOp):
-    """An op of the forward pass or the loss that made non-finite values."""
+    @property
+    def blamed(self) -> OpCall | None:
+        """The op of the forward pass or the loss that is at fault, None if it is not known."""
+        return self.op
 
     @property
     def reference_op(self) -> OpCall | None:
         """The same op of the fp32 run, or None if that run took another path."""
-        return self.references.get(self.op.key)
+        return self.reference.by_key.get(self.op.key)
 
     @property
     def had_inf_input(self) -> bool:
@@ -128,18 +127,31 @@ class Finding(_AnalysedOp):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GradientFinding(_AnalysedOp):
-    """A backward op that made non-finite gradients of finite ones.
+class GradientFinding(Finding):
+    """A backward op, or one that computes a derivative, that made non-finite gradients of finite ones.
 
-    `forward` is the op that it belongs to, None for a custom Function. `reference_is_finite` is True if the fp32 run's
-    gradients are finite at the same op. `excess_scale` is the loss scale if all are finite without it. `discarded_by`
-    is the later op that discards the forward's result where the derivative is infinite.
+    `forward` is the op that it belongs to, None for a custom Function. `excess_scale` is the loss scale if all
+    gradients are finite without it. `discarded_by` is the later op that discards the forward's result where the
+    derivative is infinite.
     """
 
     forward: OpCall | None
-    reference_is_finite: bool
     excess_scale: float | None = None
     discarded_by: OpCall | None = None
+
+    @property
+    def blamed(self) -> OpCall | None:
+        """The op that the derivative is of."""
+        return self.forward
+
+    @property
+    def reference_is_finite(self) -> bool:
+        """True if the gradients of the fp32 run are finite at the same op, or all are if it has none there."""
+        if self.op.phase != "backward":
+            return self.reference_op is not None and self.reference_op.outputs_finite
+        same = [op for op in self.reference.backward if op.key == self.op.key]
+        # A cast to fp32 has no backward in a run that is fp32 throughout.
+        return all(op.outputs_finite for op in same) if same else not self.reference.bad_gradients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,17 +235,17 @@ def only_value(stats: TensorStats | None) -> float | None:
     return stats.min if stats is not None and stats.finite and stats.min == stats.max else None
 
 
-def find_zeros_behind(tensor: OpTensor, ops: Mapping[int, OpCall]) -> OpTensor | None:
+def find_zeros_behind(tensor: OpTensor, ops: Sequence[OpCall]) -> OpTensor | None:
     """Return the weight, else the buffer or array, that is 0 throughout and makes `tensor` so, or None.
 
     It is followed along ops that give nothing but zeros.
     """
-    zeros = (taken for taken in _walk_back([tensor], ops, lambda taken: only_value(taken.stats) == 0) if taken.path)
+    zeros = (taken for taken in walk_back([tensor], ops, lambda taken: only_value(taken.stats) == 0) if taken.path)
     return min(zeros, key=lambda taken: taken.origin != "weight", default=None)
 
 
-def _walk_back(
-    tensors: Iterable[OpTensor], ops: Mapping[int, OpCall], follows: Callable[[OpTensor], bool]
+def walk_back(
+    tensors: Iterable[OpTensor], ops: Sequence[OpCall], follows: Callable[[OpTensor], bool]
 ) -> Iterator[OpTensor]:
     """Yield those tensors that are followed, then those that the ops that made them took, and so on."""
     waiting, seen = [*tensors], set[int]()
@@ -246,27 +258,25 @@ def _walk_back(
                 waiting += made.inputs
 
 
-def list_behind(sites: Set[OpSite], ops: Iterable[OpCall]) -> frozenset[str]:
+def list_behind(sites: Set[OpSite], ops: Sequence[OpCall]) -> frozenset[str]:
     """Return the arrays, weights and buffers that the ops at these sites compute from, as far as the trace knows.
 
     Whole numbers and flags are not followed: a mask does not change when what it was compared from moves a little.
     """
-    made = {op.order: op for op in ops if op.phase != "backward"}
-    taken = (tensor for op in made.values() if site_of(op) in sites for tensor in op.inputs)
-    behind = _walk_back(taken, made, lambda tensor: tensor.stats is not None)
+    taken = (tensor for op in ops if site_of(op) in sites for tensor in op.inputs)
+    behind = walk_back(taken, ops, lambda tensor: tensor.stats is not None)
     return frozenset(tensor.path for tensor in behind if tensor.path)
 
 
-def list_makers(sites: Set[OpSite], ops: Iterable[OpCall]) -> frozenset[OpSite]:
+def list_makers(sites: Set[OpSite], ops: Sequence[OpCall]) -> frozenset[OpSite]:
     """Return the places where that is made in which the ops at these sites are singular, past moves and casts."""
-    made = {op.order: op for op in ops if op.phase != "backward"}
-    taken = (tensor for op in made.values() if site_of(op) in sites for tensor in singular_inputs(op))
-    paths = (ancestors(made, tensor, _DEPTH, through=MOVES | CASTS) for tensor in taken)
+    taken = (tensor for op in ops if site_of(op) in sites for tensor in singular_inputs(op))
+    paths = (ancestors(ops, tensor, _DEPTH, through=MOVES | CASTS) for tensor in taken)
     makers = (next((op for op in path if op.op not in MOVES | CASTS), None) for path in paths)
     return frozenset(site_of(maker) for maker in makers if maker is not None)
 
 
-def is_written(op: OpCall, name: str, ops: Mapping[int, OpCall]) -> bool:
+def is_written(op: OpCall, name: str, ops: Sequence[OpCall]) -> bool:
     """Return True if the argument `name` is a number, a constant tensor or a buffer, at most moved, cast or filled in.
 
     A tensor that was computed, is a weight or comes from the batch is not.
@@ -351,10 +361,10 @@ def guard_candidate(op: OpCall, *, edge: float | None = None) -> tuple[GuardArgu
     return tuple(GuardArgument(site=site_of(op), argument=name, safe=1.0) for name in names[:1])
 
 
-def mask_candidates(op: OpCall, argument: str, ops: Mapping[int, OpCall], *, safe: float = 0.0) -> Iterator[Candidate]:
+def mask_candidates(op: OpCall, argument: str, ops: Sequence[OpCall], *, safe: float = 0.0) -> Iterator[Candidate]:
     """Yield changes that give an op a `safe` argument where a later op masks what is made of its result."""
     made, site = {op.order}, site_of(op)
-    for later in (later for later in ops.values() if later.phase != "backward"):
+    for later in (later for later in ops if later.phase != "backward"):
         taken = [tensor for tensor in later.inputs if tensor.producer in made]
         made |= {later.order} if taken else set()
         has_mask = later.op in ("where", "masked_fill", "mul") and any(map(_is_mask, later.inputs))

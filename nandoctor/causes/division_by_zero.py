@@ -110,7 +110,7 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
             yield (*clamps[: len(counts) + 1], *guard)
         makers = [*finding.sources(divisor)]
         moved = {maker.order for maker in makers}
-        takers = [op for op in finding.ops.values() if any(taken.producer in moved for taken in op.inputs)]
+        takers = [op for op in finding.ops if any(taken.producer in moved for taken in op.inputs)]
         if len(takers) > len(makers):  # as a scale that is divided by, and multiplied with again
             # A cancelling numerator, as in (1 - exp(-k)) / k, needs a larger bound.
             yield off_zero_candidate(makers[-1], "", signed=signed)

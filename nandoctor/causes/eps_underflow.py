@@ -22,7 +22,7 @@ When it is wrong
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -63,18 +63,15 @@ _LARGER = (1e-4, 1e-3, 1e-5, 1e-6, 1e-7)
 """Values that an eps is raised to: first those that are normal numbers in fp16, then others that it can hold."""
 
 
-def diagnose(finding: Finding | GradientFinding) -> Account | None:
+def diagnose(finding: Finding) -> Account | None:
     """Explain an op, or its derivative, that is singular because half precision or fp32 lost a constant before it."""
-    if isinstance(finding, Finding):
-        singular, what, evidence = finding.op, finding.op.op, _zeros(finding)
-    elif finding.forward is not None:
-        singular, evidence = finding.forward, gradient_evidence(finding)
-        what = f"the derivative of {singular.op}"
-    else:
+    singular = finding.blamed
+    lost = None if singular is None else next(_lost_constants(singular, finding), None)
+    if singular is None or lost is None:
         return None
-    lost = next(_lost_constants(singular, finding), None)
-    if lost is None:
-        return None
+    what, evidence = singular.op, _zeros(finding)
+    if isinstance(finding, GradientFinding):
+        what, evidence = f"the derivative of {singular.op}", gradient_evidence(finding)
     place, eps, dtype = lost
     rounded = dtype.round(eps)
     how = "rounds to zero" if rounded == 0 else "is absorbed by the larger value it is added to"
@@ -101,7 +98,7 @@ class _Lost(NamedTuple):
     dtype: FloatFormat
 
 
-def _headline(finding: Finding | GradientFinding, singular: OpCall, found: _Lost) -> str:
+def _headline(finding: Finding, singular: OpCall, found: _Lost) -> str:
     place, eps, dtype = found
     # What absorbed it: 1 for a bound next to 1, else the largest value of the op's result.
     larger = 1.0 if found in _gaps_beside_one(place, finding) else place.outputs[0].absmax or 1.0
@@ -112,7 +109,7 @@ def _headline(finding: Finding | GradientFinding, singular: OpCall, found: _Lost
     return f"{constant(eps)} {lost} in {dtype}, so {caller} {at_singularity(singular, finding.analysis.kinds)}"
 
 
-def _lost_constants(singular: OpCall, finding: Finding | GradientFinding) -> Iterator[_Lost]:
+def _lost_constants(singular: OpCall, finding: Finding) -> Iterator[_Lost]:
     """Yield the small constants before the singular op that their format lost, nearest first."""
     if singular.op not in SINGULAR_INPUTS:
         return
@@ -134,7 +131,7 @@ def _lost_constants(singular: OpCall, finding: Finding | GradientFinding) -> Ite
             yield from (lost for lost in found if lost.dtype == FP32 or not fails_in_fp32)
 
 
-def _subtracted(singular: OpCall, tensor: OpTensor, ops: Mapping[int, OpCall]) -> Iterator[int]:
+def _subtracted(singular: OpCall, tensor: OpTensor, ops: Sequence[OpCall]) -> Iterator[int]:
     """Yield the ops whose values were subtracted to make `tensor`, or are by the singular op itself: log1p(-p)."""
     # Logarithms that are infinite at 1 or -1, such as log1p and logit, subtract by themselves.
     ends = [tensor] if singular.op in LOGARITHMS and _ends_at_one(singular) else []
@@ -150,15 +147,15 @@ def _ends_at_one(op: OpCall) -> bool:
     return domain is not None and 1 in (abs(domain.low), abs(domain.high))
 
 
-def _small_constants(op: OpCall, finding: Finding | GradientFinding) -> Iterator[_Lost]:
+def _small_constants(op: OpCall, finding: Finding) -> Iterator[_Lost]:
     for value, dtype in _constants(op, finding):
         if 0 < abs(value) <= LARGEST_EPS:
             yield _Lost(op, abs(value), dtype)
 
 
-def _constants(op: OpCall, finding: Finding | GradientFinding) -> Iterator[tuple[float, FloatFormat]]:
+def _constants(op: OpCall, finding: Finding) -> Iterator[tuple[float, FloatFormat]]:
     """Yield the constants among the arguments, each with its format; a tensor's constant as it is in the fp32 run."""
-    reference = finding.references.get(op.key)
+    reference = finding.reference.by_key.get(op.key)
     in_fp32 = {tensor.name: tensor.stats for tensor in reference.inputs} if reference is not None else {}
     for tensor in op.inputs:
         value, used = only_value(in_fp32.get(tensor.name)), only_value(tensor.stats)
@@ -177,7 +174,7 @@ def _is_inside(singular: OpCall, tensor: OpTensor) -> bool:
     return domain.low <= stats.min and stats.max <= domain.high
 
 
-def _gaps_beside_one(op: OpCall, finding: Finding | GradientFinding) -> list[_Lost]:
+def _gaps_beside_one(op: OpCall, finding: Finding) -> list[_Lost]:
     """Return the intended differences from one of bounds, factors and terms that their format rounds to exactly one."""
     is_met = op.op in _BOUNDING and (op.outputs[0].absmax or 0.0) >= 1
     if not is_met and op.op not in SCALINGS | SUMS:
@@ -216,12 +213,12 @@ def _zeros(finding: Finding) -> tuple[Evidence, ...]:
     )
 
 
-def suggest(finding: Finding | GradientFinding) -> Iterator[Candidate]:
+def suggest(finding: Finding) -> Iterator[Candidate]:
     """Raise the constant to one that the format can hold, and keep the line that uses it in fp32."""
-    singular = finding.op if isinstance(finding, Finding) else finding.forward
+    singular = finding.blamed
     assert singular is not None
     if not finding.reference_is_finite:
-        phase = "forward" if isinstance(finding, Finding) else "backward"
+        phase = "backward" if isinstance(finding, GradientFinding) else "forward"
         causes = (cause for cause in _WITHOUT_CONSTANTS if phase in cause.PHASES and cause.diagnose(finding))
         yield from next((cause.suggest(finding) for cause in causes), ())
         return

@@ -43,12 +43,12 @@ TITLE = "NaN from infinities: inf - inf, 0 * inf or inf / inf"
 PHASES = ("forward", "backward")
 
 
-def diagnose(finding: Finding | GradientFinding) -> Account | None:
+def diagnose(finding: Finding) -> Account | None:
     """Explain NaN that was computed from infinities."""
     if isinstance(finding, GradientFinding):
         return _explain_function(finding) if finding.forward is None else _explain_derivative(finding, finding.forward)
     written = [value for _, value in finding.op.scalars if not math.isfinite(value)]
-    if written and not finding.had_inf_input and feeds_product(finding.op, finding.ops.values()):
+    if written and not finding.had_inf_input and feeds_product(finding.op, finding.ops):
         return _explain_written(finding, "reaches a product and makes its sums non-finite")
     if any(map(math.isnan, written)) or (written and (finding.analysis.kinds == ("+inf",) or finding.op.op in FILLS)):
         return _explain_written(finding, "is never removed")
@@ -117,7 +117,7 @@ def _explain_derivative(finding: GradientFinding, forward: OpCall) -> Account | 
 def _infinite_inputs(finding: GradientFinding) -> tuple[OpTensor, ...]:
     """Return the forward op's infinite inputs; none if the forward has NaN, or the op is at its singular point."""
     forward = finding.forward
-    if forward is None or singular_edge(forward) is not None or any(map(_meets_nan, finding.ops.values())):
+    if forward is None or singular_edge(forward) is not None or any(map(_meets_nan, finding.ops)):
         return ()
     return forward.nonfinite_inputs
 
@@ -129,7 +129,7 @@ def _meets_nan(op: OpCall) -> bool:
     return made or any(found.num_nan for found in counts if found is not None)
 
 
-def suggest(finding: Finding | GradientFinding) -> Iterator[Candidate]:
+def suggest(finding: Finding) -> Iterator[Candidate]:
     """Use a finite constant or factor instead of the infinity: 0 times it is 0."""
     if isinstance(finding, GradientFinding):
         for tensor in _infinite_inputs(finding):

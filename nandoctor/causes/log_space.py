@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 
 from nandoctor.causes.base import Candidate
 from nandoctor.changes.log_space import StableLog
@@ -21,7 +21,7 @@ _LOGARITHMS = frozenset({"log", "log1p"})
 _QUOTIENTS = frozenset({"div", "reciprocal"})
 
 
-def stable_forms(op: OpCall, ops: Mapping[int, OpCall]) -> Iterator[Candidate]:
+def stable_forms(op: OpCall, ops: Sequence[OpCall]) -> Iterator[Candidate]:
     """Yield stable rewrites of logarithms before an op, of the first logarithm and quotient from it on, of exponents.
 
     A hand-written softplus, for one, rounds to 0 too early, and a division by it or its logarithm is then infinite.
@@ -47,7 +47,7 @@ def stable_forms(op: OpCall, ops: Mapping[int, OpCall]) -> Iterator[Candidate]:
         yield from ((StableLog(site=site_of(made)),) for made in made_of if made.op == "exp")
 
 
-def stable_variances(op: OpCall, ops: Mapping[int, OpCall]) -> Iterator[Candidate]:
+def stable_variances(op: OpCall, ops: Sequence[OpCall]) -> Iterator[Candidate]:
     """Yield stable forms of the differences before an op that subtract something from a mean, as of squares."""
     for made in (source for tensor in op.inputs for source in _behind(ops, tensor)):
         first = maker_of(made.inputs[0], ops) if made.op == "sub" else None
@@ -55,5 +55,5 @@ def stable_variances(op: OpCall, ops: Mapping[int, OpCall]) -> Iterator[Candidat
             yield (StableVariance(site=site_of(made)),)
 
 
-def _behind(ops: Mapping[int, OpCall], tensor: OpTensor) -> Iterator[OpCall]:
+def _behind(ops: Sequence[OpCall], tensor: OpTensor) -> Iterator[OpCall]:
     return ancestors(ops, tensor, _STEPS, through=_SEEN_THROUGH)

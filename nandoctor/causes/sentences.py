@@ -124,7 +124,7 @@ _INVERSES: Mapping[str, Callable[[float, float], float]] = {
 """What an op of one tensor and one number took where it gave `value`."""
 
 
-def where_it_began(op: OpCall, name: str, value: float, ops: Mapping[int, OpCall]) -> str:
+def where_it_began(op: OpCall, name: str, value: float, ops: Sequence[OpCall]) -> str:
     """Return what makes an argument exactly `value`, by the numbers in the code: "`cosine` is exactly 1"; or ""."""
     taken, began = op.find_input(name), ""
     while taken is not None and (maker := maker_of(taken, ops)) is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, Literal
 
@@ -180,7 +180,7 @@ def _argument_in_words(op: str, argument: str) -> str:
 
 def _others_like(source: SourceWriter, expression: Expression, name: str) -> Iterator[Expression]:
     """Yield the statement's other calls of the same function: another batch may be on the edge there."""
-    change, ops = expression.editor, {op.order: op for op in source.ops}
+    change, ops = expression.editor, source.ops
     tree, seen = change.tree, {expression.node}
     place = tree.statement_of(expression.node) or tree.scope_of(expression.node)
     for op in source.ops if not isinstance(place, (*FUNCTIONS, ast.Module)) else ():
@@ -194,7 +194,7 @@ def _others_like(source: SourceWriter, expression: Expression, name: str) -> Ite
             yield Expression(change, node, op)
 
 
-def _is_kept_off_zero(op: OpCall, ops: Mapping[int, OpCall]) -> bool:
+def _is_kept_off_zero(op: OpCall, ops: Sequence[OpCall]) -> bool:
     """Return True if the op's input is bounded from below, has a positive number added, or is an exponential."""
     maker = next(ancestors(ops, op.inputs[0], 4, through=MOVES | CASTS), None)
     if maker is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 
 from nandoctor.evidence.edits import OpSite
 from nandoctor.evidence.trace import OpCall, OpTensor
@@ -40,20 +40,20 @@ def singular_inputs(op: OpCall) -> tuple[OpTensor, ...]:
     return tuple(tensor for tensor in op.inputs if tensor.name in names)
 
 
-def maker_of(tensor: OpTensor | None, ops: Mapping[int, OpCall]) -> OpCall | None:
-    """Return the op that wrote a tensor last, None if none of these did."""
-    return None if tensor is None or tensor.producer is None else ops.get(tensor.producer)
+def maker_of(tensor: OpTensor | None, ops: Sequence[OpCall]) -> OpCall | None:
+    """Return the op of the run that wrote a tensor last, None if none did."""
+    return None if tensor is None or tensor.producer is None else ops[tensor.producer]
 
 
 def ancestors(
-    ops: Mapping[int, OpCall], tensor: OpTensor, steps: int, *, through: frozenset[str] | None = None
+    ops: Sequence[OpCall], tensor: OpTensor, steps: int, *, through: frozenset[str] | None = None
 ) -> Iterator[OpCall]:
     """Yield the ops that made `tensor`, nearest first, at most `steps` back; `through`: pass these op names only."""
     wave, seen = [tensor.producer], set()
     for _ in range(steps):
         following: list[int | None] = []
         for order in wave:
-            if order is None or order not in ops or order in seen:
+            if order is None or order in seen:
                 continue
             seen.add(order)
             yield ops[order]
@@ -62,10 +62,10 @@ def ancestors(
         wave = following
 
 
-def descendants(ops: Mapping[int, OpCall], made: int, steps: int) -> Iterator[OpCall]:
+def descendants(ops: Sequence[OpCall], made: int, steps: int) -> Iterator[OpCall]:
     """Yield the ops that use the output of the op `made`, nearest first, at most `steps` further on."""
     wave = {made}
     for _ in range(steps):
-        found = [op for op in ops.values() if any(tensor.producer in wave for tensor in op.inputs)]
+        found = [op for op in ops if any(tensor.producer in wave for tensor in op.inputs)]
         yield from found
         wave = {op.order for op in found}

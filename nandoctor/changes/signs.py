@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 from nandoctor.changes.places import maker_of
 from nandoctor.evidence.trace import OpCall, OpTensor
@@ -24,7 +24,7 @@ _FACTORS = frozenset({"other", "alpha", "value", "min"})
 _DEPTH = 16
 
 
-def is_nonnegative(tensor: OpTensor, ops: Mapping[int, OpCall], depth: int = _DEPTH, *, nor_zero: bool = False) -> bool:
+def is_nonnegative(tensor: OpTensor, ops: Sequence[OpCall], depth: int = _DEPTH, *, nor_zero: bool = False) -> bool:
     """Return True if no batch can make the tensor negative, `nor_zero` but by rounding; False in doubt."""
     op = maker_of(tensor, ops)
     if op is None or depth == 0:
@@ -44,7 +44,7 @@ def is_nonnegative(tensor: OpTensor, ops: Mapping[int, OpCall], depth: int = _DE
     return takes_all and bool(proved) and all(proved) and all(scalars.get(name, 0.0) >= 0 for name in _FACTORS)
 
 
-def _is_square(op: OpCall, ops: Mapping[int, OpCall]) -> bool:
+def _is_square(op: OpCall, ops: Sequence[OpCall]) -> bool:
     """Return True if the op multiplies a tensor by itself. Two outputs of one op, such as a split, are different."""
     if op.op != "mul" or len(op.inputs) != 2:
         return False
@@ -52,4 +52,4 @@ def _is_square(op: OpCall, ops: Mapping[int, OpCall]) -> bool:
     same = (one.producer, one.origin, one.path) == (other.producer, other.origin, other.path)
     if one.producer is None:
         return same and one.origin in ("weight", "buffer", "batch")
-    return same and one.producer in ops and len(ops[one.producer].outputs) == 1
+    return same and len(ops[one.producer].outputs) == 1

@@ -68,7 +68,7 @@ class LogSpace:
         if isinstance(function, ast.Module):
             raise CannotWriteError
         self._change, self._tree, self._function = change, tree, function
-        self._by_order = {op.order: op for op in ops}
+        self._ops = ops
         self._definitions = Definitions(change, function)
         self._calls = dict(calls_in(change, function, ops))
         self._place: ast.AST = node
@@ -190,7 +190,7 @@ class LogSpace:
     def _takes_softmax(self) -> bool:
         """Return True if the logarithm takes the result of a softmax, at most moved."""
         taken = self._calls[self._place].inputs[0]
-        return any(op.op == "softmax" for op in ancestors(self._by_order, taken, _STEPS, through=_MOVES))
+        return any(op.op == "softmax" for op in ancestors(self._ops, taken, _STEPS, through=_MOVES))
 
     @cached_property
     def _forms(self) -> Mapping[str, Callable[[Expression], _Log | None]]:
@@ -375,8 +375,8 @@ class LogSpace:
         taken = call.find_input("self" if is_first else "other") if call is not None else None
         if taken is None or taken.stats is None:
             return None
-        maker, low, high = maker_of(taken, self._by_order), taken.stats.min, taken.stats.max
-        is_positive = low is not None and low > 0 and is_nonnegative(taken, self._by_order, nor_zero=True)
+        maker, low, high = maker_of(taken, self._ops), taken.stats.min, taken.stats.max
+        is_positive = low is not None and low > 0 and is_nonnegative(taken, self._ops, nor_zero=True)
         is_cast = maker is not None and maker.op in CASTS and all(given.stats is None for given in maker.inputs)
         # A mask's -Inf ends in the sum of exponentials, and it has no gradient.
         is_mask = (low, high) == (0, 1) if taken.origin == "batch" else is_cast and low in (0, 1) and high == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from nandoctor.causes.base import Finding, GradientFinding, is_log_of_mask, writes_infinity
@@ -19,7 +19,7 @@ from nandoctor.diagnosis.conclusion import (
     suspect,
 )
 from nandoctor.diagnosis.origin import find_at, trace_back
-from nandoctor.diagnosis.removals import by_forward, find_removal
+from nandoctor.diagnosis.removals import BackwardOps, by_forward, find_removal
 from nandoctor.evidence.formats import FP32, FloatFormat
 from nandoctor.evidence.report import Cause, Diagnosis
 from nandoctor.evidence.trace import NonfiniteCounts, OpCall, Trace
@@ -45,23 +45,18 @@ def conclude_backward(
 
 
 def _conclude_run(trace: Trace, reference: Trace, low: FloatFormat, excess_scale: float | None) -> Conclusion:
-    ops, references = {op.order: op for op in trace.ops}, {op.key: op for op in reference.ops}
     found: dict[object, tuple[Diagnosis, Suspect | None]] = {}
-    healthy = {op.key for op in reference.backward if op.outputs_finite}
-    sick = {op.key for op in reference.backward if not op.outputs_finite}
     made = [op for op in trace.backward if op.analysis is not None]
     of_forward = by_forward(trace.backward)
-    for op in [op for op in made if not _is_removed(op, ops, of_forward)] or made:
+    for op in [op for op in made if not _is_removed(op, trace.ops, of_forward)] or made:
         removal, selects = find_removal(op, trace.ops, of_forward)
         finding = GradientFinding(
             op=op,
-            forward=None if op.forward is None else ops[op.forward],
-            # A cast to fp32 has no backward in a run that is fp32 throughout.
-            reference_is_finite=op.key not in sick and (op.key in healthy or not reference.bad_gradients),
-            excess_scale=excess_scale,
-            ops=ops,
+            ops=trace.ops,
             low=low,
-            references=references,
+            reference=reference,
+            forward=None if op.forward is None else trace.ops[op.forward],
+            excess_scale=excess_scale,
             discarded_by=removal if selects else None,
         )
         diagnosis, blamed = _diagnose(finding, trace, reference, is_absorbed=removal is not None)
@@ -73,7 +68,7 @@ def _conclude_run(trace: Trace, reference: Trace, low: FloatFormat, excess_scale
     )
 
 
-def _is_removed(op: OpCall, ops: Mapping[int, OpCall], of_forward: Mapping[int | None, Sequence[OpCall]]) -> bool:
+def _is_removed(op: OpCall, ops: Sequence[OpCall], of_forward: BackwardOps) -> bool:
     """Return True if every path from a backward op to a weight passes an op whose outgoing gradients are finite.
 
     The backward of relu, clamp and where replaces gradients by zeros for elements that they did not pass on.

@@ -78,20 +78,18 @@ class Conclusion:
         return replace(self, diagnoses=(*self.diagnoses, *others), suspects=(*self.suspects, *suspects))
 
 
-def suspect(finding: Finding | GradientFinding, cause: Cause | None) -> Suspect | None:
+def suspect(finding: Finding, cause: Cause | None) -> Suspect | None:
     """Return the op that a finding blames, with the changes that `cause` suggests; None if only a backward is known."""
-    op = finding.op if isinstance(finding, Finding) else finding.forward
+    op = finding.blamed
     return None if op is None else Suspect(site=site_of(op), suggestions=tuple(suggest_changes(cause, finding)))
 
 
-def diagnose_op(
-    finding: Finding | GradientFinding, cause: Cause | None, trace: Trace
-) -> tuple[Diagnosis, Suspect | None]:
+def diagnose_op(finding: Finding, cause: Cause | None, trace: Trace) -> tuple[Diagnosis, Suspect | None]:
     """Return the diagnosis of an op that made non-finite values, and the suspect if there is one."""
     return Diagnosis(origin=origin_at(finding, trace), cause=cause), suspect(finding, cause)
 
 
-def origin_at(finding: Finding | GradientFinding, trace: Trace) -> Origin:
+def origin_at(finding: Finding, trace: Trace) -> Origin:
     """Return an origin at an op that made non-finite values; that of a derivative is the op that it belongs to."""
     op, analysis = finding.op, finding.analysis
     is_backward = op.phase == "backward"
@@ -248,11 +246,7 @@ FailsWithout = Callable[[Trace, Sequence[OpSite]], bool]
 """Takes a failing run and ops; returns True if the step fails in the same way when what they make is finite."""
 
 
-def _always(_failing: Trace, _sites: Sequence[OpSite]) -> bool:
-    return True
-
-
-def conclude(trace: Trace, reference: Trace, low: FloatFormat, fails_without: FailsWithout = _always) -> Conclusion:
+def conclude(trace: Trace, reference: Trace, low: FloatFormat, fails_without: FailsWithout | None = None) -> Conclusion:
     """Diagnose a non-finite output or loss; if both are finite, overflows that were swallowed on the way.
 
     If the step fails in fp32 too, precision is not the story: that failure comes first, and then what `low` adds. An
@@ -273,7 +267,7 @@ def _is_of_a_weight(found: Conclusion, in_fp32: Conclusion) -> bool:
     return first is not None and first.origin.phase == "state" and exact is not None and math.isfinite(exact)
 
 
-def _conclude_run(trace: Trace, reference: Trace, low: FloatFormat, fails_without: FailsWithout) -> Conclusion:
+def _conclude_run(trace: Trace, reference: Trace, low: FloatFormat, fails_without: FailsWithout | None) -> Conclusion:
     """Diagnose one run beside its reference."""
     places = find_nonfinite_places(trace, reference)
     if trace.finite:
@@ -285,7 +279,7 @@ def _conclude_run(trace: Trace, reference: Trace, low: FloatFormat, fails_withou
     if not found.outside and not any(source.op.analysis for source in (*found.sources, *found.written)):
         # It came through a tensor that cannot be inspected: start from every non-finite result that no op took, too.
         found = trace_back(trace.ops, reference, [*trace.handed_out, *symptoms], low)
-    return _conclude_traced(found, trace, places, fails_without if not reference.finite else _always)
+    return _conclude_traced(found, trace, places, fails_without if not reference.finite else None)
 
 
 def _symptoms(trace: Trace, places: list[FirstNonfinite]) -> list[int]:
@@ -329,7 +323,7 @@ def _conclude_swallowed(trace: Trace, reference: Trace, places: list[FirstNonfin
 
 
 def _conclude_traced(
-    found_trace: NonfiniteTrace, trace: Trace, places: list[FirstNonfinite], fails_without: FailsWithout
+    found_trace: NonfiniteTrace, trace: Trace, places: list[FirstNonfinite], fails_without: FailsWithout | None
 ) -> Conclusion:
     found = [*_from_outside(found_trace, trace), *_from_sources(found_trace, trace)]
     harmless = _find_harmless(found, trace, fails_without)
@@ -356,13 +350,13 @@ def is_mask(diagnosis: Diagnosis) -> bool:
     return diagnosis.cause is not None and diagnosis.cause.code == MASK
 
 
-def _find_harmless(found: Sequence[_Found], trace: Trace, fails_without: FailsWithout) -> set[OpSite]:
+def _find_harmless(found: Sequence[_Found], trace: Trace, fails_without: FailsWithout | None) -> set[OpSite]:
     """Return the ops whose NaN or Inf does not make the run fail: a later op leaves it out, or makes 0 of 5 / Inf.
 
     An overflow is none of them: it has a number in float64, and the 0 of x / Inf is wrong.
     """
     exact = {blamed.site: it.origin.would_be for _, it, blamed in found if blamed is not None}
-    if not 1 < len(exact) <= _MOST_ASKED:
+    if fails_without is None or not 1 < len(exact) <= _MOST_ASKED:
         return set()
     singular = [site for site in exact if exact[site] is None]
     harmless = {site for site in singular if not fails_without(trace, [other for other in exact if other != site])}
@@ -454,12 +448,11 @@ def _as_gradient(finding: Finding, trace: Trace) -> GradientFinding:
     assert finding.op.forward is not None
     return GradientFinding(
         op=finding.op,
-        forward=trace.ops[finding.op.forward],
-        discarded_by=_selection_of(finding.op, trace),
-        reference_is_finite=finding.reference_is_finite,
         ops=finding.ops,
         low=finding.low,
-        references=finding.references,
+        reference=finding.reference,
+        forward=trace.ops[finding.op.forward],
+        discarded_by=_selection_of(finding.op, trace),
     )
 
 

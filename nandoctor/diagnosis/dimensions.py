@@ -94,7 +94,7 @@ def _split_off(product: OpCall, ops: Sequence[OpCall]) -> set[int]:
     """Return the lengths of the dimensions into which the features of a factor were split."""
     lengths = set[int]()
     factor = next(tensor for tensor in product.inputs if is_factor(product.op, tensor.name))
-    for op in ancestors({op.order: op for op in ops}, factor, _STEPS_TO_HEADS, through=MOVES):
+    for op in ancestors(ops, factor, _STEPS_TO_HEADS, through=MOVES):
         before, after = op.inputs[0].stats, op.outputs[0].shape
         if op.op in MOVES and before is not None and before.shape[:-1] == after[: len(before.shape) - 1]:
             lengths.update(after[len(before.shape) - 1 :])

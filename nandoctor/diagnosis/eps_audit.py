@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import isfinite
 
@@ -20,13 +20,12 @@ _DEPTH = 6
 
 def audit(ops: Sequence[OpCall], slots: Sequence[OptimizerSlot] = ()) -> tuple[EpsUse, ...]:
     """Return every constant that the `ops` of one run and the optimizer use, once for each line, format and value."""
-    by_order = {op.order: op for op in ops}
-    guards = _guards(ops, by_order)
-    seen = [use for op in ops for use in _uses(op, by_order, guards)]
+    guards = _guards(ops)
+    seen = [use for op in ops for use in _uses(op, ops, guards)]
     return fold([*seen, *map(_in_optimizer, slots)])
 
 
-def _uses(op: OpCall, ops: Mapping[int, OpCall], guards: frozenset[int]) -> Iterator[EpsUse]:
+def _uses(op: OpCall, ops: Sequence[OpCall], guards: frozenset[int]) -> Iterator[EpsUse]:
     for name, number in op.scalars:
         value = _eps_in(op, name, number)
         # An eps only if it guards a divisor, root or logarithm: 1e-4 may be a step, 0.9999 a momentum.
@@ -71,13 +70,13 @@ def _is_beside_one(op: OpCall, name: str, number: float) -> bool:
     return is_bound or (op.op in SCALINGS | SUMS and name == "other" and 0 < abs(1 - number) <= LARGEST_EPS)
 
 
-def _guards(ops: Iterable[OpCall], by_order: Mapping[int, OpCall]) -> frozenset[int]:
+def _guards(ops: Sequence[OpCall]) -> frozenset[int]:
     """Return the ops whose results reach a divisor, root or logarithm without a product on the way."""
     through = frozenset(op.op for op in ops) - PRODUCTS.keys()
     guarded: set[int] = set()
     for op in ops:
         for tensor in singular_inputs(op):
-            guarded.update(behind.order for behind in ancestors(by_order, tensor, _DEPTH, through=through))
+            guarded.update(behind.order for behind in ancestors(ops, tensor, _DEPTH, through=through))
     return frozenset(guarded)
 
 

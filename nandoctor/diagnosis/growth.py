@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -23,7 +23,7 @@ def follow_growth(origin: Origin, trace: Trace) -> Iterator[Growth]:
     Each follows the operand that gave most. There are none if nothing overflowed in the forward or the loss.
     """
     is_overflow = origin.phase in ("forward", "loss") and origin.would_be is not None
-    op, made = _find_op(origin, trace.ops) if is_overflow else None, abs(origin.would_be or 0.0)
+    op, made = trace.by_key.get(_key(origin)) if is_overflow else None, abs(origin.would_be or 0.0)
     while op is not None:
         given = max(op.inputs, key=partial(_bits_given, op), default=None)
         taken = given.stats.absmax if given is not None and given.stats is not None else None
@@ -38,9 +38,8 @@ def follow_growth(origin: Origin, trace: Trace) -> Iterator[Growth]:
         op, made = trace.ops[given.producer], taken
 
 
-def _find_op(origin: Origin, ops: Iterable[OpCall]) -> OpCall | None:
-    key = (origin.place.module, origin.place.call, origin.op, origin.nth)
-    return next((op for op in ops if op.key == key), None)
+def _key(origin: Origin) -> tuple[str, int, str, int]:
+    return origin.place.module, origin.place.call, origin.op or "", origin.nth
 
 
 def _step(op: OpCall, taken: float | None, made: float | None) -> Growth:
@@ -60,7 +59,7 @@ def _bits_given(op: OpCall, tensor: OpTensor) -> float:
 
 def follow_gradient(origin: Origin, trace: Trace) -> Iterator[Growth]:
     """Yield the steps that made the gradient at an origin so large, from there up to the loss."""
-    op = _find_op(origin, trace.backward)
+    op = next((op for op in trace.backward if op.key == _key(origin)), None)
     while op is not None:
         taken = [tensor.stats for tensor in op.inputs if tensor.stats is not None]
         yield _step(op, largest_of(taken), largest_of(op.outputs))

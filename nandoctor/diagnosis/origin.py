@@ -17,6 +17,7 @@ from nandoctor.causes.base import (
     is_log_of_mask,
     reached_ops,
     singular_edge,
+    walk_back,
     writes_infinity,
 )
 from nandoctor.causes.mask_constant_overflow import constant_in_fp32
@@ -168,20 +169,21 @@ class NonfiniteTrace:
 
 def trace_back(ops: tuple[OpCall, ...], reference: Trace, symptoms: Sequence[int], low: FloatFormat) -> NonfiniteTrace:
     """Trace non-finite tensors from the ops with the orders `symptoms` back to where they were made."""
-    references = {op.key: op for op in reference.ops}
     sliced = _slice(ops, symptoms)
     outside = [(op, tensor) for op in sliced for tensor in op.nonfinite_inputs if tensor.producer is None]
     candidates = [*find_at(sliced, ops, reference, low)]
-    sources = _without_followers([source for source in candidates if _is_created(source, ops, reference)], sliced)
+    sources = _without_followers([source for source in candidates if _is_created(source)], sliced)
     behind = [it for it in find_at(_slice(ops, [*_absorbing(sources)]), ops, reference, low) if it.op.analysis]
-    sources += [source for source in behind if source not in sources and _is_created(source, ops, reference)]
+    sources += [source for source in behind if source not in sources and _is_created(source)]
     # Ops that made NaN from infinities are sources only if there are no others.
     examined = [source for source in candidates if source.had_inf_input and source.op.analysis]
     had_inf_input = [source for source in examined if "nan" in source.analysis.kinds]
     written = [source for source in candidates if not source.had_inf_input and source not in sources]
     misused = [source for source in written if writes_infinity(source.op) and feeds_product(source.op, sliced)]
     numbers = [
-        (op, tensor, constant_in_fp32(tensor, references.get(op.key))) for op, tensor in outside if is_constant(tensor)
+        (op, tensor, constant_in_fp32(tensor, reference.by_key.get(op.key)))
+        for op, tensor in outside
+        if is_constant(tensor)
     ]
     outsized = [(op, tensor, number) for op, tensor, number in numbers if number is not None]
     return NonfiniteTrace(
@@ -197,8 +199,7 @@ def trace_back(ops: tuple[OpCall, ...], reference: Trace, symptoms: Sequence[int
 
 def find_at(made: Iterable[OpCall], ops: Sequence[OpCall], reference: Trace, low: FloatFormat) -> Iterator[Finding]:
     """Yield the findings that causes get for those of the `ops` that made non-finite values."""
-    by_order, references = {op.order: op for op in ops}, {op.key: op for op in reference.ops}
-    yield from (Finding(op=op, ops=by_order, low=low, references=references) for op in made)
+    yield from (Finding(op=op, ops=ops, low=low, reference=reference) for op in made)
 
 
 def find_swallowed(trace: Trace, reference: Trace, low: FloatFormat) -> tuple[Finding, ...]:
@@ -207,26 +208,23 @@ def find_swallowed(trace: Trace, reference: Trace, low: FloatFormat) -> tuple[Fi
     A clamp or a saturating function that is meant to cut them gives the same in both runs, so they do not count.
     """
     made = (op for op in trace.ops if op.analysis and not op.nonfinite_inputs)
-    sources = (it for it in find_at(made, trace.ops, reference, low) if not _is_meant(it, trace.ops, reference))
-    return tuple(source for source in sources if _is_missed(source, trace.ops))
+    sources = find_at(made, trace.ops, reference, low)
+    return tuple(source for source in sources if not _is_meant(source) and _is_missed(source))
 
 
-def _is_missed(source: Finding, ops: Sequence[OpCall]) -> bool:
+def _is_missed(source: Finding) -> bool:
     """Return True if an op downstream of `source` turned its infinities into finite values that differ from fp32's."""
-    carriers = {source.op.order}
-    for op in ops:
-        taken = [tensor.stats for tensor in op.nonfinite_inputs if tensor.producer in carriers]
-        if not op.outputs_finite:
-            carriers |= {op.order} if taken else set()
-        elif any(stats is not None and _swallows_wrongly(op, stats, source.references.get(op.key)) for stats in taken):
-            return True
-    return False
+    reached = [*reached_ops({source.op.order}, source.ops)]
+    carriers = {op.order for op in (source.op, *reached)}
+    swallowing = [op for op in reached if op.outputs_finite]
+    taken = ((op, tensor.stats) for op in swallowing for tensor in op.nonfinite_inputs if tensor.producer in carriers)
+    return any(stats is not None and _swallows_wrongly(op, stats, source.reference) for op, stats in taken)
 
 
-def _swallows_wrongly(op: OpCall, taken: TensorStats, reference_op: OpCall | None) -> bool:
-    if reference_op is None:
+def _swallows_wrongly(op: OpCall, taken: TensorStats, reference: Trace) -> bool:
+    if op.key not in reference.by_key:
         return True
-    pairs = zip(op.outputs, reference_op.outputs, strict=False)
+    pairs = zip(op.outputs, reference.by_key[op.key].outputs, strict=False)
     return any(
         outputs_differ((_at_infinities(ours, taken),), (_at_infinities(theirs, taken),)) for ours, theirs in pairs
     )
@@ -260,22 +258,18 @@ def _absorbs_at(op: OpCall, value: float) -> bool:
 
 def _slice(ops: tuple[OpCall, ...], symptoms: Sequence[int]) -> list[OpCall]:
     """Return the ops that passed non-finite values on to `symptoms`, and these, in the order of execution."""
-    seen, waiting = set(), [*symptoms]
-    while waiting:
-        order = waiting.pop()
-        if order in seen:
-            continue
-        seen.add(order)
-        waiting += [tensor.producer for tensor in ops[order].nonfinite_inputs if tensor.producer is not None]
-    return [ops[order] for order in sorted(seen)]
+    taken = (tensor for order in symptoms for tensor in ops[order].inputs)
+    passed = walk_back(taken, ops, lambda tensor: tensor.stats is not None and not tensor.stats.finite)
+    makers = {tensor.producer for tensor in passed if tensor.producer is not None}
+    return [ops[order] for order in sorted(makers.union(symptoms))]
 
 
-def _is_created(source: Finding, ops: Sequence[OpCall], reference: Trace) -> bool:
+def _is_created(source: Finding) -> bool:
     """Return True if the op made unintended values: from finite ones, or by overflowing beside infinities."""
     if not source.had_inf_input:
-        return not _is_meant(source, ops, reference)
+        return not _is_meant(source)
     return _overflows(source.op) and not (
-        reference.finite and source.reference_op is not None and _overflows(source.reference_op)
+        source.reference.finite and source.reference_op is not None and _overflows(source.reference_op)
     )
 
 
@@ -290,15 +284,15 @@ def _overflows(op: OpCall) -> bool:
     return op.analysis is not None and op.analysis.overflowed
 
 
-def _is_meant(source: Finding, ops: Sequence[OpCall], reference: Trace) -> bool:
+def _is_meant(source: Finding) -> bool:
     """Return True for infinities that the code wrote itself, or at most as many as a finite fp32 run has there."""
     kinds = source.op.analysis.kinds if source.op.analysis else ()
     if "nan" in kinds:
         return False
-    if writes_infinity(source.op) or is_log_of_mask(source.op, ops):
+    if writes_infinity(source.op) or is_log_of_mask(source.op, source.ops):
         return True
     same = source.reference_op
-    if not reference.finite or same is None or same.outputs_finite:
+    if not source.reference.finite or same is None or same.outputs_finite:
         return False
     return source.op.analysis is None or same.analysis is None or source.op.analysis.num_bad <= same.analysis.num_bad
 

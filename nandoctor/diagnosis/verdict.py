@@ -120,8 +120,7 @@ def doubt_rounding(trace: Trace, reference: Trace, *, random: bool) -> Iterator[
 
 def _find_error(trace: Trace, reference: Trace) -> OpCall | None:
     """Return the first op whose result is too far from fp32's for rounding."""
-    references = {op.key: op for op in reference.ops}
-    pairs = ((op, references.get(op.key)) for op in trace.ops)
+    pairs = ((op, reference.by_key.get(op.key)) for op in trace.ops)
     return next((op for op, same in pairs if same is not None and outputs_differ(op.outputs, same.outputs)), None)
 
 

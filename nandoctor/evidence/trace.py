@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -312,7 +313,7 @@ class OpCall:
         return tuple(tensor for tensor in self.inputs if tensor.stats is not None and not tensor.stats.finite)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Trace:
     """One run: its policy and every module call, in the order of entry.
 
@@ -351,6 +352,11 @@ class Trace:
     bad_gradients: tuple[TensorStats, ...] = ()
     num_samples: int | None = None
     unread: tuple[str, ...] = ()
+
+    @cached_property
+    def by_key(self) -> Mapping[tuple[str, int, str, int], OpCall]:
+        """The ops by their keys, as which another run has them too."""
+        return {op.key: op for op in self.ops}
 
     @property
     def finite(self) -> bool:

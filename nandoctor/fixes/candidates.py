@@ -196,9 +196,8 @@ def _op_in_fp32(lead: Suspect, model: nn.Module) -> tuple[KeepOp, ...]:
 
 def _casts_before(lead: Suspect, seen: Sequence[OpCall]) -> Iterator[KeepOp]:
     """Yield the casts to low precision in the user's code that an input of the op came through, such as `x.half()`."""
-    ops = {op.order: op for op in seen}
     for made in (op for op in seen if op.phase != "backward" and site_of(op) == lead.site):
-        behind = chain.from_iterable(ancestors(ops, tensor, _CASTS_WITHIN) for tensor in made.inputs)
+        behind = chain.from_iterable(ancestors(seen, tensor, _CASTS_WITHIN) for tensor in made.inputs)
         for op in behind:
             if op.op in CASTS and is_low(op) and op.source is not None:
                 yield KeepOp(site=site_of(op))

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from made_traces import stats
+from made_traces import reference, stats
 
 from nandoctor.causes.base import Finding, GradientFinding
 from nandoctor.evidence.formats import FP16, FP32
@@ -16,12 +16,12 @@ class Recipe:
     """Ops in their order, each with the numbers that matter; `finding()` blames the last."""
 
     def __init__(self):
-        self.ops = {}
+        self.ops = []
 
     def op(self, name, *inputs, made=(1.0,), dtype=FP16, source="op", **scalars):
         """Add an op that takes earlier ones (by order) or values from outside, and return its order."""
         order = len(self.ops)
-        self.ops[order] = OpCall(
+        call = OpCall(
             op=name,
             order=order,
             module="block",
@@ -34,6 +34,7 @@ class Recipe:
             outputs=(dataclasses.replace(stats(*made), dtype=dtype),),
             scalars=tuple(scalars.items()),
         )
+        self.ops.append(call)
         return order
 
     def _tensor(self, position, taken, source):
@@ -44,7 +45,7 @@ class Recipe:
 
     def finding(self, *, exact=None, reference_is_finite=True, length=None, full_rows=None):
         """The last op as a finding; `exact` is the finite value that float64 has at its worst element."""
-        *_, last = self.ops.values()
+        last = self.ops[-1]
         analysis = OpAnalysis(
             counts=last.outputs[0].counts,
             numel=last.outputs[0].numel,
@@ -55,7 +56,7 @@ class Recipe:
         )
         op = dataclasses.replace(last, analysis=analysis)
         reference_op = dataclasses.replace(last, outputs=(stats(1.0 if reference_is_finite else NAN),))
-        return Finding(op=op, ops=self.ops, low=FP16, references={op.key: reference_op})
+        return Finding(op=op, ops=self.ops, low=FP16, reference=reference(ops=(reference_op,)))
 
 
 def _operand(tensor, dtype):
@@ -84,7 +85,7 @@ def gradient_finding(recipe, forward, *, incoming, outgoing, reference_is_finite
     return GradientFinding(
         op=op,
         forward=recipe.ops[forward],
-        reference_is_finite=reference_is_finite,
         ops=recipe.ops,
         low=FP16,
+        reference=reference(bad_gradients=() if reference_is_finite else (made,)),
     )
