@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import random
 from typing import Any
@@ -12,25 +13,44 @@ import torch.distributed as dist
 
 from nandoctor import __version__
 from nandoctor.autocast.kernels import is_emulating
-from nandoctor.dumps.recorded_format import GeneratorState, PythonState, RandomStates
+from nandoctor.dumps.recorded_format import GeneratorState, NumpyState, PythonState, RandomStates
 from nandoctor.text import dtype_name
 
 _CAN_DISTRIBUTE = dist.is_available()
+_MT19937_NBYTES = 625 * 4
+"""624 words and the position among them: https://numpy.org/doc/stable/reference/random/bit_generators/mt19937.html"""
 
 
-def read_generators(device: torch.device) -> RandomStates:
-    """Return the states of the process's random generators; on CUDA that of the device, which is kept on the host.
+class Generators:
+    """A reader of the process's random generators.
 
-    For numpy None if its generator was exchanged for one that a replay cannot set.
+    Numpy takes longer to return its state than all the others together, so it is asked again only if the memory of its
+    generator has changed, or if it holds the second of two normal numbers, which is not in that memory.
     """
-    numpy_random: Any = np.random
-    is_usual = isinstance(numpy_random.get_bit_generator(), np.random.MT19937)
-    return RandomStates(
-        torch=GeneratorState(torch.default_generator.get_state()),
-        cuda=GeneratorState(torch.cuda.get_rng_state(device)) if device.type == "cuda" else None,
-        numpy=numpy_random.get_state() if is_usual else None,
-        python=PythonState(random.getstate()),
-    )
+
+    def __init__(self) -> None:
+        self._memory = b""
+        self._numpy: NumpyState | None = None
+
+    def read(self, device: torch.device) -> RandomStates:
+        """Return the states; on CUDA that of the device, which is kept on the host."""
+        return RandomStates(
+            torch=GeneratorState(torch.default_generator.get_state()),
+            cuda=GeneratorState(torch.cuda.get_rng_state(device)) if device.type == "cuda" else None,
+            numpy=self._read_numpy(),
+            python=PythonState(random.getstate()),
+        )
+
+    def _read_numpy(self) -> NumpyState | None:
+        """Return the state of numpy's generator, None if it was exchanged for one that a replay cannot set."""
+        numpy_random: Any = np.random
+        generator = numpy_random.get_bit_generator()
+        if not isinstance(generator, np.random.MT19937):
+            return None
+        memory = ctypes.string_at(generator.ctypes.state_address, _MT19937_NBYTES)
+        if self._numpy is None or self._numpy[3] or memory != self._memory:
+            self._memory, self._numpy = memory, numpy_random.get_state()
+        return self._numpy
 
 
 def describe_generators(states: RandomStates) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from nandoctor.capture.environment import describe_generators, read_autocast, read_generators
+from nandoctor.capture.environment import Generators, read_autocast
 from nandoctor.capture.joined import can_join
 from nandoctor.capture.sharding import describe_mixed_precision, describe_shard, is_sharded, local_part
 from nandoctor.capture.snapshots import Place, Snapshot, StateKeeper, places_of
@@ -23,7 +23,6 @@ _FLAG = itemgetter("training")
 class StateBefore(NamedTuple):
     """The state before the forward; `training` has the train flags in the order of the model's modules."""
 
-    random: RandomStates
     kept: Snapshot
     training: tuple[bool, ...]
     autocast: dict[str, Any]
@@ -42,7 +41,7 @@ class Observer:
         trained = [place for place in weights if _is_trained(place)]
         self._first = [*weights, *places_of(model, buffers_of)][:1]
         self._ends = [*trained[:1], *trained[-1:]]
-        self.device = torch.device("cpu")
+        self.device, self._generators = torch.device("cpu"), Generators()
         self.autocast_inside: dict[str, Any] | None = None
         self._follow_device()
 
@@ -57,11 +56,14 @@ class Observer:
         """Return the current state."""
         self._follow_device()
         return StateBefore(
-            random=read_generators(self.device),
             kept=self._keeper.keep(),
             training=self._read_flags(),
             autocast=read_autocast(self.device.type),
         )
+
+    def read_generators(self) -> RandomStates:
+        """Return the states of the random generators."""
+        return self._generators.read(self.device)
 
     def _read_flags(self) -> tuple[bool, ...]:
         """Return the train flags, from the modules' instance dicts: that is faster than a lookup through the class."""
@@ -110,7 +112,6 @@ class Observer:
             "shards": {name: describe_shard(tensor) for name, tensor in state.items() if is_sharded(tensor)},
             "buffers": buffers,
             "training": dict(zip(self._paths, before.training, strict=True)),
-            "rng": describe_generators(before.random),
             "mixed_precision": describe_mixed_precision(model),
             "autocast": before.autocast if before.autocast["enabled"] else self.autocast_inside or before.autocast,
         }

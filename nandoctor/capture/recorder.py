@@ -304,6 +304,7 @@ class Recorder:
         step = self._tracker.current
         with self.ambient():
             step.before = self._observer.look()
+        step.random.append(self._observer.read_generators())
         step.calls.append(pack_call(args, kwargs))
 
     def _keep_inside(self, name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

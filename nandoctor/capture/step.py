@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ class RecordedStep:
     """A step: the batch and the calls by reference, the state before the forward, and flags that may still arrive.
 
     `step` counts optimizer updates, `micro_batch` the forwards that share one. `explicit`: the loop marked where the
-    step begins. `between` has the generators' states before each call but the first; `running` is the number of calls
+    step begins. `random` has the generators' states before each call; `running` is the number of calls
     that have not returned. `has_lent_weights`: a call got its weights from `torch.func.functional_call`.
     `without_grad`: the calls ran under `torch.no_grad`. `inside` has the children's outputs if the step is a method
     other than forward. `scale` is the loss scale before the step; `scale_version` shows whether the scaler was updated
@@ -41,7 +40,7 @@ class RecordedStep:
     batch: Any = None
     before: StateBefore | None = None
     calls: list[Packed] = field(default_factory=list)
-    between: list[RandomStates] = field(default_factory=list)
+    random: list[RandomStates] = field(default_factory=list)
     has_lent_weights: bool = False
     without_grad: bool = False
     returned: list[Packed] = field(default_factory=list)
@@ -166,8 +165,9 @@ class RecordedStep:
                     **({"differentiable": list(packed.differentiable)} if packed.differentiable else {}),
                     **({"rng": describe_generators(states)} if states else {}),
                 }
-                for packed, states in zip_longest(self.calls, (None, *self.between))
+                for packed, states in zip(self.calls, (None, *self.random[1:]), strict=True)
             ],
+            "rng": describe_generators(self.random[0]),
             "watched": list(self.inside),
             "batch": batch.tree,
             "output": outputs[0] if len(outputs) == 1 else outputs,

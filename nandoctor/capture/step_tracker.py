@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nandoctor.capture.async_flags import Flag, flag_magnitude, flag_nonfinite
-from nandoctor.capture.environment import read_generators
 from nandoctor.capture.hooks import Hook
 from nandoctor.capture.observer import Observer
 from nandoctor.capture.raised import is_for_nonfinite
@@ -147,10 +146,8 @@ class StepTracker:
         return len(step.calls) == 1
 
     def _add_call(self, step: RecordedStep, inputs: Packed, *, with_grad: bool) -> None:
-        if step.before is None:
-            step.before = self._observer.look()
-        else:
-            step.between.append(read_generators(self._observer.device))
+        step.before = step.before or self._observer.look()
+        step.random.append(self._observer.read_generators())
         step.without_grad = not with_grad
         step.has_lent_weights = step.has_lent_weights or self._observer.has_lent_weights
         self._last_inputs = inputs

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from nandoctor.capture.environment import read_generators
+from nandoctor.capture.environment import Generators
 from nandoctor.capture.joined import JoinOrder
 from nandoctor.capture.snapshots import StateKeeper
 
@@ -90,8 +90,9 @@ def test_what_no_optimizer_writes_is_kept_as_it_was(undo_nbytes, lost):
 
 @pytest.mark.parametrize("draw", [np.random.rand, np.random.randn, lambda: np.random.shuffle([1, 2, 3]), random.random])
 def test_generators_are_read_after_every_draw(draw):
+    generators = Generators()
     for _ in range(5):
-        kept = read_generators(torch.device("cpu"))
+        kept = generators.read(torch.device("cpu"))
         expected = np.random.randn(3).tolist(), random.random()
         np.random.set_state(kept.numpy)
         random.setstate(kept.python)
