@@ -105,7 +105,7 @@ def _headline(finding: Finding, singular: OpCall, found: _Lost) -> str:
     lost = "rounds to 0" if dtype.round(eps) == 0 else f"is lost beside {constant(larger)}"
     if isinstance(finding, GradientFinding):
         return f"{constant(eps)} {lost} in {dtype}, so the derivative of {subject(singular)} is infinite"
-    caller = "the loss" if singular.module == LOSS else singular.type or "the model"
+    caller = "the loss" if singular.place.module == LOSS else singular.place.type or "the model"
     return f"{constant(eps)} {lost} in {dtype}, so {caller} {at_singularity(singular, finding.analysis.kinds)}"
 
 

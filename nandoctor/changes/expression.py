@@ -76,8 +76,8 @@ class Expression:
         """Return True if the torch module that ran the op is called: `self.norm(x)`, not `x.norm()` in a "norm"."""
         if not isinstance(self.node, ast.Call) or self.op is None or self._is_namespace(self.node.func):
             return False
-        path, kind = self.tree.code(self.node.func).partition(".")[2], self.op.type
-        is_within = bool(path) and f".{path}." in f".{self.op.module}."
+        path, kind = self.tree.code(self.node.func).partition(".")[2], self.op.place.type
+        is_within = bool(path) and f".{path}." in f".{self.op.place.module}."
         return is_within and self.editor.library.has_module(kind) and self.tree.class_around(self.node) != kind
 
     def _is_namespace(self, node: ast.expr) -> bool:

@@ -13,7 +13,7 @@ from nandoctor.text import printable
 
 def site_of(op: OpCall) -> OpSite:
     """Return the place in the code of a traced op."""
-    return OpSite(module=op.module, type=op.type, op=op.op, nth=op.nth, source=op.source)
+    return OpSite(module=op.place.module, type=op.place.type, op=op.op, nth=op.nth, source=op.source)
 
 
 def place_of(site: OpSite) -> str:

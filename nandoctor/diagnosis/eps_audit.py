@@ -32,7 +32,8 @@ def _uses(op: OpCall, ops: Sequence[OpCall], guards: frozenset[int]) -> Iterator
         needs_guard = op.op in FILLS or (op.op in SCALINGS | SUMS and name == "other")
         if value is None or not is_written(op, name, ops) or (needs_guard and op.order not in guards):
             continue
-        use = EpsUse(place="op", module=op.module, type=op.type, name=name, value=value, op=op.op, source=op.source)
+        module, kind = op.place.module, op.place.type
+        use = EpsUse(place="op", module=module, type=kind, name=name, value=value, op=op.op, source=op.source)
         use = _in_format(use, _format_used(op))
         if _is_beside_one(op, name, number):
             rounded = abs(1 - _format_used(op).round(number))

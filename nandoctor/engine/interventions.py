@@ -21,9 +21,8 @@ from nandoctor.engine.module_state import is_large, widen_tensors
 from nandoctor.engine.op_edits import OpEdits, widen
 from nandoctor.engine.starting_state import Mode
 from nandoctor.evidence.edits import SingleEdit
-from nandoctor.evidence.trace import LOSS
+from nandoctor.evidence.trace import LOSS, Place
 from nandoctor.tracing.dispatch_hook import intercepting
-from nandoctor.tracing.module_tracer import Owner
 
 _UNLOWERED = {policy.format.name: policy for policy in (REFERENCE, EXACT)}
 
@@ -46,7 +45,7 @@ def select_samples(edits: Sequence[SingleEdit], call: Call) -> Call:
 
 @contextmanager
 def intervene(
-    edits: Sequence[SingleEdit], model: nn.Module, device: torch.device, owner: Callable[[], Owner]
+    edits: Sequence[SingleEdit], model: nn.Module, device: torch.device, owner: Callable[[], Place]
 ) -> Iterator[None]:
     """Apply the edits to modules and ops while the context is open; `owner` returns the running module call.
 

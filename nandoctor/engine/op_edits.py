@@ -12,11 +12,10 @@ import torch
 from nandoctor.autocast.policy import LOW_DTYPES
 from nandoctor.changes.running_op import RunningOp
 from nandoctor.evidence.edits import OpSite, SingleEdit
-from nandoctor.evidence.trace import LOSS, SourceLine
+from nandoctor.evidence.trace import LOSS, Place, SourceLine
 from nandoctor.ops import CASTS
 from nandoctor.torch_compat import tree_tensors, without_autocast
 from nandoctor.tracing.dispatch_hook import Invocation, Proceed, find_lines
-from nandoctor.tracing.module_tracer import Owner
 from nandoctor.tracing.op_analysis import full_rows
 from nandoctor.tracing.tensor_stats import format_of
 from nandoctor.trees import tree_map
@@ -30,9 +29,9 @@ def widen(value: Any) -> Any:
 class OpEdits:
     """The edits among `edits` that change single ops; `owner` returns the running module call."""
 
-    def __init__(self, edits: Sequence[SingleEdit], owner: Callable[[], Owner]) -> None:
+    def __init__(self, edits: Sequence[SingleEdit], owner: Callable[[], Place]) -> None:
         self._owner = owner
-        self._counts: Counter[tuple[Owner, str]] = Counter()
+        self._counts: Counter[tuple[Place, str]] = Counter()
         self.changes = [(edit, site, change) for edit in edits for site, change in edit.on_ops()]
 
     def handle(self, call: Invocation, proceed: Proceed) -> Any:
@@ -50,14 +49,13 @@ class OpEdits:
             self._counts[owner, call.name] += 1
         return output
 
-    def _is_meant(self, site: OpSite, call: Invocation, owner: Owner) -> bool:
+    def _is_meant(self, site: OpSite, call: Invocation, owner: Place) -> bool:
         if site.op not in ("", call.name):
             return False
-        module, type_name, _ = owner
         if site.source is None:
-            return site.module == module and self._counts[owner, call.name] == site.nth
+            return site.module == owner.module and self._counts[owner, call.name] == site.nth
         # No module runs while the loss or the backward of a custom Function does.
-        is_there = site.module == LOSS or type_name in ("", site.type)
+        is_there = site.module == LOSS or owner.type in ("", site.type)
         return is_there and _is_at(site.source)
 
 

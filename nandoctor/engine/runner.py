@@ -35,7 +35,7 @@ from nandoctor.engine.starting_state import Mode, Randomness, in_mode, recorded_
 from nandoctor.errors import UnsupportedTorchError
 from nandoctor.evidence.edits import Change, flatten
 from nandoctor.evidence.formats import FloatFormat
-from nandoctor.evidence.trace import ModuleCall, TensorStats, Trace
+from nandoctor.evidence.trace import ModuleCall, Place, TensorStats, Trace
 from nandoctor.file_memory import kept_in_files
 from nandoctor.machine import is_out_of_memory
 from nandoctor.process_wide import collection_paused
@@ -49,13 +49,13 @@ from nandoctor.tracing.dispatch_hook import (
     observer_registered,
 )
 from nandoctor.tracing.gradient_tracer import GradientTracer
-from nandoctor.tracing.module_tracer import Owner, Statistics, Tracer
+from nandoctor.tracing.module_tracer import Statistics, Tracer
 from nandoctor.tracing.op_tracer import OnOp, OpTracer
 from nandoctor.tracing.tensor_stats import collect_all
 from nandoctor.tracing.tensor_tree import list_unread
 
 Loss = Callable[[Any, Batch], torch.Tensor]
-Look = Callable[[Callable[[], Owner], Invocation, Proceed], Any]
+Look = Callable[[Callable[[], Place], Invocation, Proceed], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,11 +19,10 @@ from nandoctor.engine.module_state import EndedEarly
 from nandoctor.engine.runner import FailingStep, Watch
 from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.report import Origin
-from nandoctor.evidence.trace import Trace
+from nandoctor.evidence.trace import Place, Trace
 from nandoctor.text import MAX_SAMPLES_LISTED, constant, number
 from nandoctor.torch_compat import running_node
 from nandoctor.tracing.dispatch_hook import Invocation, Proceed, find_lines
-from nandoctor.tracing.module_tracer import Owner
 from nandoctor.tracing.tensor_stats import all_finite, has_nonfinite
 from nandoctor.tracing.tensor_tree import walk_tensors
 
@@ -71,9 +70,9 @@ class Symptom:
         kinds = origin.elements.kinds
         but_masks = bool(kinds) and "-inf" not in kinds
 
-        def look(owner: Callable[[], Owner], call: Invocation, proceed: Proceed) -> Any:
+        def look(owner: Callable[[], Place], call: Invocation, proceed: Proceed) -> Any:
             made = proceed(call)
-            if call.name == origin.op and (origin.phase == "loss" or owner()[0] == origin.place.module):
+            if call.name == origin.op and (origin.phase == "loss" or owner().module == origin.place.module):
                 lines = find_lines()  # those of a derivative are its function's
                 is_there = running_node() is not None or (lines.inside or lines.source) == origin.source
                 if is_there and has_nonfinite(made, but_masks=but_masks):

@@ -14,6 +14,7 @@ from nandoctor.engine.user_code import kept_running
 from nandoctor.evidence.formats import FP32
 from nandoctor.evidence.trace import UpdateTrace
 from nandoctor.torch_compat import plain_torch
+from nandoctor.tracing.module_tracer import NOWHERE
 from nandoctor.tracing.op_tracer import OpTracer
 from nandoctor.tracing.tensor_stats import all_finite, format_of
 
@@ -41,7 +42,7 @@ def trace_update(step: FailingStep, updater: type[Optimizer] | None) -> UpdateTr
             weight.grad = grads.get(name)
         try:
             optimizer = _make(updater, saved, parameters)
-            with kept_running(), ops.watching(lambda: ("", "", 0)):
+            with kept_running(), ops.watching(lambda: NOWHERE):
                 optimizer.step()
         except Exception:
             return UpdateTrace()

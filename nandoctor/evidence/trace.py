@@ -258,20 +258,18 @@ class OpAnalysis:
 class OpCall:
     """One aten operation.
 
-    `op` is its name without namespace and overload; `module`, `type` and `call` name the module call whose forward
-    called it ("<loss>" for the loss function). `nth` counts the calls of this op from this module call, which finds the
-    same op in another run. `scalars` are the plain numbers among the arguments, by their names in the schema. In the
-    backward pass the inputs are the incoming gradients, the outputs the outgoing ones, and `forward` is the order of
-    the op that they belong to (None for a custom autograd Function, which is named by its class). An op of the forward
-    has one too if it computes a derivative, and its source. `inside` is the line of torch's own Python that ran the op,
-    if torch computes there; `called_from` is the user's line if that, or `source`, is a library's.
+    `op` is its name without namespace and overload; `place` is the module call whose forward called it. `nth` counts
+    the calls of this op from there, which finds the same op in another run. `scalars` are the plain numbers among the
+    arguments, by their names in the schema. In the backward pass the inputs are the incoming gradients, the outputs the
+    outgoing ones, and `forward` is the order of the op that they belong to (None for a custom autograd Function, which
+    is named by its class). An op of the forward has one too if it computes a derivative, and its source. `inside` is
+    the line of torch's own Python that ran the op, if torch computes there; `called_from` is the user's line if that,
+    or `source`, is a library's.
     """
 
     op: str
     order: int
-    module: str
-    type: str
-    call: int
+    place: Place
     nth: int
     phase: Phase
     source: SourceLine | None
@@ -289,14 +287,9 @@ class OpCall:
         return self.inside or self.source
 
     @property
-    def place(self) -> Place:
-        """The module call whose forward called the op."""
-        return Place(module=self.module, type=self.type, call=self.call)
-
-    @property
     def key(self) -> tuple[str, int, str, int]:
         """The identity of this op call within a run, the same in other runs."""
-        return (self.module, self.call, self.op, self.nth)
+        return (*self.place.key, self.op, self.nth)
 
     def find_input(self, name: str) -> OpTensor | None:
         """Return the input tensor with this name in the op's schema, None if there is none."""

@@ -131,7 +131,7 @@ def _bounded_weights(findings: Findings) -> Iterator[Candidate]:
 def _lines_in_fp32(leads: Sequence[Suspect], findings: Findings) -> Iterator[Candidate]:
     """Yield the lines of a model in half precision from its first origin on, as far as a value may not fit again."""
     lead = next((lead for lead in leads if lead.site.source is not None), None)
-    ops = [op for op in findings.ops if op.phase != "backward" and lead is not None and op.type == lead.site.type]
+    ops = [op for op in findings.ops if op.phase != "backward" and lead is not None and op.place.type == lead.site.type]
     lines = list(dict.fromkeys(op.source.whole for op in ops if op.source is not None))
     if lead is not None and lead.site.source is not None and lead.site.source.whole in lines:
         following = tuple(lines[lines.index(lead.site.source.whole) :][:_MOST_LINES])
@@ -156,15 +156,15 @@ def overflowing_products(findings: Findings) -> list[OpCall]:
 
     One in a module that is neither reached nor blamed is meant to overflow, as before a sigmoid.
     """
-    failing = {op.module for op in findings.ops if op.nonfinite_inputs}
+    failing = {op.place.module for op in findings.ops if op.nonfinite_inputs}
     failing |= {lead.site.module for lead in findings.conclusion.suspects}
-    ops = (op for op in findings.reference.ops if op.op in PRODUCTS and op.module in failing)
+    ops = (op for op in findings.reference.ops if op.op in PRODUCTS and op.place.module in failing)
     return [op for op in ops if any((stats.absmax or 0.0) > findings.trace.format.max for stats in op.outputs)]
 
 
 def _overflows_elsewhere(lead: Suspect, findings: Findings) -> bool:
     """Return True if a product that no line of the lead's module calls passes the limit too, so that it fails next."""
-    others = (op for op in overflowing_products(findings) if not is_below(op.module, lead.site.module))
+    others = (op for op in overflowing_products(findings) if not is_below(op.place.module, lead.site.module))
     return any(op.source is None or line_of(site_of(op)).source != line_of(lead.site).source for op in others)
 
 
@@ -173,7 +173,7 @@ def by_lines(kept: tuple[KeepModule, ...], findings: Findings, model: nn.Module)
     in_torch, paths = _paths_in_torch(model), {member.module for member in kept}
     if not paths <= in_torch or in_torch.intersection(path.rpartition(".")[0] for path in paths):
         return
-    ops = (op for op in findings.ops if op.phase != "backward" and op.module in in_torch)
+    ops = (op for op in findings.ops if op.phase != "backward" and op.place.module in in_torch)
     sites = dict.fromkeys(line_of(site_of(op)) for op in ops)
     chosen = [site for site in sites if site.module in paths]
     lines = {site.source for site in chosen}

@@ -28,7 +28,7 @@ def search_fp32_sets(
     """
     members = _find_members(findings, has_loss=trials.step.loss is not None)
     # Without one of these, it passes the limit, whatever else is in fp32.
-    products = {op.module for op in overflowing_products(findings)}
+    products = {op.place.module for op in overflowing_products(findings)}
     alone = tuple(member for member in members if member.module in products)
     if alone and is_fix(alone):
         return Fp32SetSearch(sets=(_recorded(alone),), complete=True), [alone]
@@ -72,7 +72,7 @@ def _find_members(findings: Findings, *, has_loss: bool) -> list[KeepModule]:
     """Return what may be kept in fp32, in execution order: leaf modules, and of the others their own forwards."""
     traces = (findings.trace, findings.reference)
     calls = {call.module: call for trace in traces for call in trace.calls}
-    at_work = {op.module for op in (*findings.ops, *findings.reference.ops)}
+    at_work = {op.place.module for op in (*findings.ops, *findings.reference.ops)}
     order = sorted(calls, key=lambda path: calls[path].enter)
     parents = {parent for path in calls for parent in _ancestors(path)}
     members = [
@@ -92,7 +92,7 @@ def refine(kept: Kept, findings: Findings, trials: Trials) -> Edit:
     """Return the set with its forwards narrowed down to the fewest source lines, if lines are known and pass."""
     whole = [member for member in kept if member.children]
     owners = {member.module for member in kept if not member.children}
-    ops = [op for op in findings.ops if op.module in owners and op.source is not None]
+    ops = [op for op in findings.ops if op.place.module in owners and op.source is not None]
     lines = list(dict.fromkeys(KeepOp(site=line_of(site_of(op))) for op in ops))
     blamed = [line_of(lead.site) for lead in findings.conclusion.suspects]
     guesses = [[line for line in lines if line.site in blamed]]

@@ -15,7 +15,7 @@ from nandoctor.ops import MOVES, PRODUCTS, is_factor, num_terms
 def widens(edit: SingleEdit, op: OpCall) -> bool:
     """Return True if a change keeps an op in fp32."""
     if isinstance(edit, KeepModule):
-        return op.module == edit.module or (edit.children and is_below(op.module, edit.module))
+        return op.place.module == edit.module or (edit.children and is_below(op.place.module, edit.module))
     if isinstance(edit, KeepLines):
         return op.source is not None and op.source.whole in edit.lines
     if not isinstance(edit, KeepOp) or edit.site.source is None or op.source is None:

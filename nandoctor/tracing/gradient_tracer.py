@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from nandoctor.evidence.trace import OpAnalysis, OpCall, OpTensor, SourceLine
+from nandoctor.evidence.trace import OpAnalysis, OpCall, OpTensor, Place, SourceLine
 from nandoctor.ops import BACKWARD_HOOK, GRADIENT_SUM
 from nandoctor.torch_compat import function_backward, is_custom_node, plain_torch, replace_function_backward
 from nandoctor.tracing.exact_counts import count_exactly, find_largest, find_nonfinite
-from nandoctor.tracing.module_tracer import Owner
+from nandoctor.tracing.module_tracer import NOWHERE
 from nandoctor.tracing.op_analysis import describe_operand
 from nandoctor.tracing.op_tracer import Input, Known, OpTracer, Recording, collect_calls
 from nandoctor.tracing.tensor_stats import Reading, all_finite, format_of, is_finite, limits_of, measure, numbers_in
@@ -36,9 +36,9 @@ class GradientTracer:
 
     def __init__(self, known: Iterable[Known]) -> None:
         self.ops = OpTracer(known=known, phase="backward")
-        self.owner_inside: Owner = ("", "", 0)
+        self.owner_inside = NOWHERE
         self._claims: dict[Any, OpCall] = {}  # what each node runs
-        self._num_claimed: Counter[tuple[Owner, str]] = Counter()  # of custom Functions
+        self._num_claimed: Counter[tuple[Place, str]] = Counter()  # of custom Functions
         self._summands: dict[tuple[Any, int], list[Reading]] = {}  # by node, and by the output that they belong to
         self._recordings: list[Recording] = []
         self._handles = ExitStack()
@@ -64,15 +64,13 @@ class GradientTracer:
         else:
             source = _line_of_backward(node)
             self._handles.callback(replace_function_backward(node, partial(self._watched, self.owner_inside)))
-        module, type_name, call = owner = self.owner_inside
+        owner = self.owner_inside
         nth = self._num_claimed[owner, name]
         self._num_claimed[owner, name] += 1
         return OpCall(
             op=name,
             order=0,
-            module=module,
-            type=type_name,
-            call=call,
+            place=owner,
             nth=nth,
             phase="backward",
             source=source,
@@ -81,7 +79,7 @@ class GradientTracer:
             scalars=(),
         )
 
-    def _watched(self, owner: Owner, backward: Callable[..., Any]) -> Callable[..., Any]:
+    def _watched(self, owner: Place, backward: Callable[..., Any]) -> Callable[..., Any]:
         """Return a hand-written backward whose ops are recorded as `owner`'s."""
 
         @wraps(backward)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from nandoctor.evidence.trace import ModuleCall
+from nandoctor.evidence.trace import ModuleCall, Place
 from nandoctor.torch_compat import plain_torch, version_of
 from nandoctor.tracing.tensor_stats import Reading, Readings, add_counts, collect_all, is_finite, measure
 from nandoctor.tracing.tensor_tree import walk_tensors
@@ -23,8 +23,8 @@ from nandoctor.tracing.tensor_tree import walk_tensors
 if TYPE_CHECKING:
     from nandoctor.tracing.op_tracer import OpTracer
 
-Owner = tuple[str, str, int]
-"""A module call: path, type name and call number."""
+NOWHERE = Place(module="", type="", call=0)
+"""Outside of all module calls."""
 
 Statistics = Literal["none", "ranges", "counts"]
 """What is read of a tensor: nothing (quicker if only the output matters), its limits, or exact counts too if it is
@@ -141,12 +141,9 @@ class Tracer:
         if self._on_call is not None:
             self._on_call(self._num_returned)
 
-    def owner(self) -> Owner:
-        """Return the module call that is running, ("", "", 0) before the first and after the last."""
-        if not self._open:
-            return "", "", 0
-        running = self._open[-1].call
-        return running.module, running.type, running.call
+    def owner(self) -> Place:
+        """Return the module call that is running, NOWHERE before the first and after the last."""
+        return self._open[-1].call.place if self._open else NOWHERE
 
     def _measure_once(self, tensor: torch.Tensor, counts: bool) -> Reading | None:
         if tensor.is_inference():  # inference tensors count no versions, so a write to one could not be noticed

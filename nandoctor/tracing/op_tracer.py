@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from nandoctor.evidence.trace import LOSS, OpAnalysis, OpCall, OpTensor, Phase
+from nandoctor.evidence.trace import LOSS, OpAnalysis, OpCall, OpTensor, Phase, Place
 from nandoctor.ops import UNFILLED
 from nandoctor.process_wide import held
 from nandoctor.torch_compat import answers_itself, num_nodes_made, running_node, tree_tensors, unwrap, version_of
 from nandoctor.tracing.dispatch_hook import Invocation, Proceed, find_lines, intercepting
-from nandoctor.tracing.module_tracer import Owner
+from nandoctor.tracing.module_tracer import NOWHERE
 from nandoctor.tracing.op_analysis import examine, makes_of_finite
 from nandoctor.tracing.tensor_stats import (
     Reading,
@@ -37,7 +37,7 @@ OnOp = Callable[[OpCall, Invocation, Any], None]
 """Called with a recorded op, still without its tensors, its arguments as they were before it ran, and the output."""
 
 MAX_ANALYSES = 64
-LOSS_OWNER: Owner = (LOSS, "", 0)
+IN_LOSS = Place(module=LOSS, type="", call=0)
 
 TensorKind = Literal["weight", "buffer", "unread", "batch"]
 """The kind of a tensor from outside. Ops only write to an unread buffer, so its content does not matter."""
@@ -106,12 +106,12 @@ class OpTracer:
         on_op: OnOp | None = None,
     ) -> None:
         self.phase = phase
-        self._find_owner: Callable[[], Owner] = lambda: ("", "", 0)
+        self._find_owner: Callable[[], Place] = lambda: NOWHERE
         self._names: dict[int, Name] = {}
         self._gradients = gradients
         self._on_op = on_op
         self._recordings: list[Recording] = []
-        self._counts: Counter[tuple[Owner, str]] = Counter()
+        self._counts: Counter[tuple[Place, str]] = Counter()
         self._writers: dict[int, _Writer] = {}
         self._storages: dict[int, _Storage] = {}
         self._num_analyses = 0
@@ -124,7 +124,7 @@ class OpTracer:
                 self._storages[_address(plain)] = _Storage(weakref.ref(plain), None)
 
     @contextmanager
-    def watching(self, owner: Callable[[], Owner]) -> Iterator[None]:
+    def watching(self, owner: Callable[[], Place]) -> Iterator[None]:
         """Record every op that this thread calls while the context is open; `owner` returns the running module call."""
         # `owner` may belong to the module tracer, which refers to this one. A lasting cycle would keep both, and code
         # that they saw, until the next garbage collection, and `printed_changes` would search for holders of that code.
@@ -249,10 +249,9 @@ class OpTracer:
 
     def _describe(self, call: Invocation, analysis: OpAnalysis | None) -> OpCall:
         """Return the record of an op, still without its tensors."""
-        owner = LOSS_OWNER if self.phase == "loss" else self._find_owner()
+        owner = IN_LOSS if self.phase == "loss" else self._find_owner()
         if self._gradients is not None and not torch.is_grad_enabled():
             self._gradients.owner_inside = owner
-        module, type_name, number = owner
         nth = self._counts[owner, call.name]
         self._counts[owner, call.name] += 1
         forward = self._find_forward()
@@ -261,9 +260,7 @@ class OpTracer:
         return OpCall(
             op=call.name,
             order=len(self._recordings),
-            module=module,
-            type=type_name,
-            call=number,
+            place=owner,
             nth=nth,
             phase=self.phase,
             source=at.source,

@@ -7,7 +7,7 @@ from made_traces import reference, stats
 
 from nandoctor.causes.base import Finding, GradientFinding
 from nandoctor.evidence.formats import FP16, FP32
-from nandoctor.evidence.trace import OpAnalysis, OpCall, Operand, OpTensor
+from nandoctor.evidence.trace import OpAnalysis, OpCall, Operand, OpTensor, Place
 
 NAN, INF = math.nan, math.inf
 
@@ -24,9 +24,7 @@ class Recipe:
         call = OpCall(
             op=name,
             order=order,
-            module="block",
-            type="Block",
-            call=0,
+            place=Place(module="block", type="Block", call=0),
             nth=order,
             phase="forward",
             source=None,

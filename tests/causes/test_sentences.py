@@ -7,13 +7,13 @@ from made_traces import stats
 
 from nandoctor.causes.sentences import operand, past, subject, where_it_began
 from nandoctor.evidence.formats import FP16
-from nandoctor.evidence.trace import OpCall, OpTensor, SourceLine
+from nandoctor.evidence.trace import OpCall, OpTensor, Place, SourceLine
 
 
 def op_call(op, expression, *, scalars=(), inputs=1):
     tensors = tuple(OpTensor(name=name, stats=None) for name in ("self", "other")[:inputs])
     return OpCall(
-        op=op, order=0, module="net", type="Net", call=1, nth=0, phase="forward",
+        op=op, order=0, place=Place(module="net", type="Net", call=1), nth=0, phase="forward",
         source=SourceLine(file="net.py", line=1, text=expression, expression=expression),
         inputs=tensors, outputs=(), scalars=scalars,
     )  # fmt: skip

@@ -62,9 +62,9 @@ def dtypes(outcome):
 
 def site_of(step, op, nth=0, module=None):
     """The place of a traced op."""
-    ops = [o for o in execute(step, watch=CLOSELY).trace.ops if o.op == op and module in (None, o.module)]
+    ops = [o for o in execute(step, watch=CLOSELY).trace.ops if o.op == op and module in (None, o.place.module)]
     chosen = ops[nth]
-    return OpSite(module=chosen.module, type=chosen.type, op=op, nth=chosen.nth, source=chosen.source)
+    return OpSite(module=chosen.place.module, type=chosen.place.type, op=op, nth=chosen.nth, source=chosen.source)
 
 
 def test_keeping_a_forward_alone_leaves_children_under_autocast():
@@ -72,7 +72,7 @@ def test_keeping_a_forward_alone_leaves_children_under_autocast():
 
     def format_of_inner(*edits):
         ops = execute(step, *edits, watch=CLOSELY).trace.ops
-        return next(op.outputs[0].dtype for op in ops if op.module == "branch.inner")
+        return next(op.outputs[0].dtype for op in ops if op.place.module == "branch.inner")
 
     assert format_of_inner(KeepModule(module="branch", children=False)) is FP16
     assert format_of_inner(KeepModule(module="branch")) is FP32
@@ -112,7 +112,7 @@ def test_a_constant_is_replaced_only_where_it_is_that_number():
     step = make_step()
     site = site_of(step, "add", module="branch")
     changed = execute(step, SetArgument(site=site, argument="other", was=1e-8, value=1.0), watch=CLOSELY)
-    (op,) = [op for op in changed.trace.ops if op.op == "add" and op.module == "branch"]
+    (op,) = [op for op in changed.trace.ops if op.op == "add" and op.place.module == "branch"]
     assert dict(op.scalars)["other"] == 1.0
     other = execute(step, SetArgument(site=site, argument="other", was=1e-6, value=1.0))
     assert torch.equal(other.output, execute(step).output)

@@ -34,7 +34,7 @@ def make_trials(step, *, numerics=False):
 def site_of(step, op, nth=0):
     trace = step.run(watch=CLOSELY).trace
     found = [o for o in trace.ops if o.op == op][nth]
-    return OpSite(module=found.module, type=found.type, op=op, nth=found.nth, source=found.source)
+    return OpSite(module=found.place.module, type=found.place.type, op=op, nth=found.nth, source=found.source)
 
 
 def test_nothing_is_run_twice_nor_if_it_is_known():
