@@ -33,24 +33,22 @@ class Generators:
         self._numpy: NumpyState | None = None
 
     def read(self, device: torch.device) -> RandomStates:
-        """Return the states; on CUDA that of the device, which is kept on the host."""
+        """Return the states; on CUDA that of the device, which is kept on the host.
+
+        For numpy None if its generator was exchanged for one that a replay cannot set.
+        """
+        numpy_random: Any = np.random
+        generator = numpy_random.get_bit_generator()
+        is_usual = isinstance(generator, np.random.MT19937)
+        memory = ctypes.string_at(generator.ctypes.state_address, _MT19937_NBYTES) if is_usual else b""
+        if is_usual and (memory != self._memory or self._numpy is None or self._numpy[3]):
+            self._memory, self._numpy = memory, numpy_random.get_state()
         return RandomStates(
             torch=GeneratorState(torch.default_generator.get_state()),
             cuda=GeneratorState(torch.cuda.get_rng_state(device)) if device.type == "cuda" else None,
-            numpy=self._read_numpy(),
+            numpy=self._numpy if is_usual else None,
             python=PythonState(random.getstate()),
         )
-
-    def _read_numpy(self) -> NumpyState | None:
-        """Return the state of numpy's generator, None if it was exchanged for one that a replay cannot set."""
-        numpy_random: Any = np.random
-        generator = numpy_random.get_bit_generator()
-        if not isinstance(generator, np.random.MT19937):
-            return None
-        memory = ctypes.string_at(generator.ctypes.state_address, _MT19937_NBYTES)
-        if self._numpy is None or self._numpy[3] or memory != self._memory:
-            self._memory, self._numpy = memory, numpy_random.get_state()
-        return self._numpy
 
 
 def describe_generators(states: RandomStates) -> dict[str, Any]:

@@ -13,9 +13,8 @@ from torch.nn.parameter import is_lazy
 from nandoctor.capture.environment import Generators, read_autocast
 from nandoctor.capture.joined import can_join
 from nandoctor.capture.sharding import describe_mixed_precision, describe_shard, is_sharded, local_part
-from nandoctor.capture.snapshots import Place, Snapshot, StateKeeper, places_of
-from nandoctor.dumps.recorded_format import RandomStates
-from nandoctor.torch_compat import buffers_of, parameters_of, versions_of
+from nandoctor.capture.snapshots import Place, Snapshot, Stamp, StateKeeper, places_of, stamps_of
+from nandoctor.torch_compat import buffers_of, parameters_of
 
 _FLAG = itemgetter("training")
 
@@ -41,7 +40,7 @@ class Observer:
         trained = [place for place in weights if _is_trained(place)]
         self._first = [*weights, *places_of(model, buffers_of)][:1]
         self._ends = [*trained[:1], *trained[-1:]]
-        self.device, self._generators = torch.device("cpu"), Generators()
+        self.device, self.generators = torch.device("cpu"), Generators()
         self.autocast_inside: dict[str, Any] | None = None
         self._follow_device()
 
@@ -61,10 +60,6 @@ class Observer:
             autocast=read_autocast(self.device.type),
         )
 
-    def read_generators(self) -> RandomStates:
-        """Return the states of the random generators."""
-        return self._generators.read(self.device)
-
     def _read_flags(self) -> tuple[bool, ...]:
         """Return the train flags, from the modules' instance dicts: that is faster than a lookup through the class."""
         try:
@@ -77,17 +72,16 @@ class Observer:
         """True while `torch.func.functional_call` has put other tensors in place of the model's parameters."""
         return any(not isinstance(registry.get(name), nn.Parameter) for _, registry, name in self._ends)
 
-    def stamp(self) -> list[int] | None:
-        """Return what differs after a write to the first or the last trained weight, except in place through `.data`.
+    def stamp(self) -> list[Stamp] | None:
+        """Return the stamps of the first and the last trained weight.
 
         None if it cannot tell: FSDP itself moves the weights, and a function may have lent them to the model.
         """
         if self.sharded or self.has_lent_weights:
             return None
-        weights = [registry[name] for _, registry, name in self._ends]
-        return [*map(torch.Tensor.data_ptr, weights), *versions_of(weights)]
+        return stamps_of([registry[name] for _, registry, name in self._ends])
 
-    def was_written(self, stamp: list[int] | None) -> bool:
+    def was_written(self, stamp: list[Stamp] | None) -> bool:
         """Return True if the weights were written since, as far as the stamp shows."""
         now = self.stamp()
         return stamp is not None and now is not None and stamp != now

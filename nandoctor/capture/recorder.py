@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from nandoctor.capture.dump_contents import describe, fit_into
-from nandoctor.capture.dump_folder import DumpFolder
 from nandoctor.capture.hooks import AFTER_UPDATE, BEFORE_UPDATE, Hook, attach, do_nothing, scout_autocast
 from nandoctor.capture.joined import can_join
 from nandoctor.capture.model_rebuild import describe_training
@@ -93,7 +92,8 @@ class Recorder:
         self._handles = ExitStack()
         self._policy = StepPolicy(
             history=StepHistory(threshold=self.threshold, window=self.window),
-            folder=DumpFolder(Path(self.folder), keep=self.keep),
+            folder=Path(self.folder),
+            keep=self.keep,
             make_contents=self._make_contents,
             on_save=self.on_save,
         )
@@ -149,7 +149,7 @@ class Recorder:
     @property
     def written(self) -> tuple[Path, ...]:
         """The files of this run that still exist, oldest first."""
-        return tuple(self._policy.folder.written)
+        return tuple(self._policy.written)
 
     def number_next(self, step: int, epoch: int | None = None) -> None:
         """Set the number of the step that begins next, and the epoch of the steps from there on."""
@@ -304,7 +304,7 @@ class Recorder:
         step = self._tracker.current
         with self.ambient():
             step.before = self._observer.look()
-        step.random.append(self._observer.read_generators())
+        step.random.append(self._observer.generators.read(self._observer.device))
         step.calls.append(pack_call(args, kwargs))
 
     def _keep_inside(self, name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -314,11 +314,9 @@ class Recorder:
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Begin a step; at the first, look for autocast inside a forward that was replaced, as Accelerate does."""
-        if not self._tracker.before_forward(module, args, kwargs):
+        step, observer, model = self._tracker.before_forward(module, args, kwargs), self._observer, self._observer.model
+        if step is None or step.before is None:
             return
-        model, step, observer = self._observer.model, self._tracker.current, self._observer
-        assert step is not None
-        assert step.before is not None
         for lost in step.calls[0].notes[:1]:
             what = f"a file cannot hold {lost}; a replay passes None instead. If the model needs it, replay with --call"
             self._warn(f"{what} FILE.py:NAME, a function (model, batch) that makes it again.")

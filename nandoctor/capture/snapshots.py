@@ -25,6 +25,12 @@ Tensors = tuple[torch.Tensor | None, ...]
 State = tuple[dict[str, torch.Tensor], list[str]]
 Snapshot = Callable[[], State]
 """Returns tensors by name as they were before a forward, and the names of those overwritten without a copy."""
+Stamp = tuple[int, int]
+
+
+def stamps_of(tensors: Sequence[torch.Tensor]) -> list[Stamp]:
+    """Return what a write changes, except in place through `.data` and numpy: each one's version and memory."""
+    return [*zip(versions_of(tensors), map(torch.Tensor.data_ptr, tensors), strict=True)]
 
 
 def places_of(model: nn.Module, registry_of: Callable[[nn.Module], Any]) -> list[Place]:
@@ -61,17 +67,12 @@ class SnapshotPlan:
 
     def take(self) -> Snapshot:
         """Return a snapshot of the tensors."""
-        return partial(self._state, self._stamps(), self._order.copy([*self._copied.values()]))
+        return partial(self._state, stamps_of([*self._watched.values()]), self._order.copy([*self._copied.values()]))
 
-    def _state(self, stamps: Sequence[object], joined: Sequence[torch.Tensor]) -> State:
+    def _state(self, stamps: Sequence[Stamp], joined: Sequence[torch.Tensor]) -> State:
         copies = dict(zip(self._copied, self._order.split(joined), strict=True))
-        stamped = zip(self._watched, stamps, self._stamps(), strict=True)
+        stamped = zip(self._watched, stamps, stamps_of([*self._watched.values()]), strict=True)
         return self._buffers | copies, [name for name, before, now in stamped if before != now]
-
-    def _stamps(self) -> list[tuple[int, int]]:
-        """Return what a write changes, except in place through `.data` and numpy: the version or the memory."""
-        watched = [*self._watched.values()]
-        return [*zip(versions_of(watched), map(torch.Tensor.data_ptr, watched), strict=True)]
 
 
 class StateKeeper:

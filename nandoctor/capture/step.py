@@ -12,6 +12,7 @@ import torch
 from nandoctor.capture.async_flags import Flag
 from nandoctor.capture.environment import describe_generators
 from nandoctor.capture.observer import StateBefore
+from nandoctor.capture.snapshots import Stamp
 from nandoctor.capture.updates import Update
 from nandoctor.dumps.packing import Packed, pack
 from nandoctor.dumps.recorded_format import RandomStates
@@ -54,7 +55,7 @@ class RecordedStep:
     accumulated: Flag | None = None
     updates: list[Update] = field(default_factory=list)
     num_updates: int = 0
-    stamp: list[int] | None = None
+    stamp: list[Stamp] | None = None
     was_rewritten: bool = False
     scale: Flag | None = None
     scale_version: int | None = None

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+import os
+import shlex
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nandoctor.capture.dump_folder import DumpFolder, say_next
 from nandoctor.capture.environment import read_rank
+from nandoctor.capture.source_info import is_typed
 from nandoctor.capture.step import RecordedStep
+from nandoctor.dumps.writer import remove_orphans, write_dump
 from nandoctor.errors import NonFiniteTrainingError
 from nandoctor.text import join_first, number
 
@@ -90,16 +94,23 @@ OnSave = Callable[[Path, Mapping[str, Any]], object]
 class StepPolicy:
     """A policy that counts finished steps, saves the first failed step of each episode, and stops the training.
 
-    `on_save` gets each file's path and `event` entry. Once the folder is full, an episode is saved only if the last
-    file is `window` steps old: a training that fails at every other step must not spend its time on writing.
+    `on_save` gets each file's path and `event` entry. `written` are the last `keep` files, oldest first; others are
+    left alone. Once there are so many, an episode is saved only if the last file is `window` steps old: a training that
+    fails at every other step must not spend its time on writing.
     """
 
     history: StepHistory
-    folder: DumpFolder
+    folder: Path
+    keep: int
     make_contents: Callable[[RecordedStep, str, str], Mapping[str, Any]]
     on_save: OnSave | None
+    written: list[Path] = field(default_factory=list)
     _scale_search: ScaleSearch = field(default_factory=ScaleSearch)
     _last_saved: int = 0
+
+    def __post_init__(self) -> None:
+        with suppress(OSError):
+            remove_orphans(self.folder)  # left by an earlier run that was killed
 
     def decide(self, step: RecordedStep, *, may_stop: bool) -> None:
         """Count the step, and save it if it begins an episode or ends the training.
@@ -116,7 +127,7 @@ class StepPolicy:
             return
         why = self.history.why_stop() if failed else None
         waited = self.history.num_steps - self._last_saved
-        is_due = self.history.begins_episode and (not self.folder.is_full or waited >= self.history.window)
+        is_due = self.history.begins_episode and (len(self.written) < self.keep or waited >= self.history.window)
         if not why and not is_due:
             return
         _, saved = self._save(step, reason, "stopped" if why else "first")
@@ -154,17 +165,34 @@ class StepPolicy:
         stem += f"-rank{rank}" if world_size > 1 else ""
         try:
             contents = self.make_contents(step, reason, event)
-            path = self.folder.write(contents, stem)
+            path = write_dump(contents, self.folder, stem)
         except Exception as error:
-            folder = self.folder.folder
-            LOG.warning("nandoctor could not save %s in %s (%s: %s).", stem, folder, type(error).__name__, error)
+            LOG.warning("nandoctor could not save %s in %s (%s: %s).", stem, self.folder, type(error).__name__, error)
             return None, "It could not be saved; the log says why."
+        self.written.append(path)
+        while len(self.written) > self.keep:
+            with suppress(OSError):
+                self.written.pop(0).unlink(missing_ok=True)
         if self.on_save is not None:
             try:
                 self.on_save(path, contents["event"])
             except Exception as error:
                 LOG.warning("on_save failed for %s (%s: %s).", path, type(error).__name__, error)
         return path, say_next(path, contents)
+
+
+def say_next(path: Path, written: Mapping[str, Any]) -> str:
+    """Return what was saved and the command that replays it, or the call in this notebook if it defines the model."""
+    if is_typed(written["model"]):
+        return f"Saved to {path}; next, here: nandoctor.replay({str(path)!r})"
+    start = os.environ.get("PWD")  # the folder of the shell that started this process, which may have left it since
+    if start is not None and Path(start).resolve() != Path.cwd():
+        path = path.absolute()
+    command = f"next: nandoctor replay {shlex.quote(str(path))}"
+    if "checkpoint" not in written:
+        return f"Saved to {path}; {command}"
+    command += " --weights CHECKPOINT"
+    return f"Saved to {path}, without the weights, which would exceed max_nbytes; {command}"
 
 
 def _is_below_1(scale: float | None) -> bool:

@@ -125,29 +125,31 @@ class StepTracker:
             gradients = self.trainers.find_all().gradients()
             step.accumulated = flag_magnitude(gradients, self._observer.device, ask_all=over_ranks)
 
-    def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Note a call of the model; return True if it is the first of its step."""
+    def before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> RecordedStep | None:
+        """Note a call of the model; return its step if it is the first of that."""
         step, with_grad, self.unwatched_eval = self.current, torch.is_grad_enabled(), False
         if step is not None and step.calls and not step.without_grad and backward_under_way() >= 0:
-            return False  # activation checkpointing recomputes its forward in the backward pass
+            return None  # activation checkpointing recomputes its forward in the backward pass
         if step is not None and step.explicit:
             if not with_grad and (step.flags or (step.calls and not step.without_grad)):
-                return False  # a validation inside the step
+                return None  # a validation inside the step
             if step.updates or (with_grad and step.without_grad):  # what made the batch is no part of the step
                 step = self.make_step(step.batch, explicit=True)
                 self.start_step(step)
         elif not with_grad or not module.training:
             self.unwatched_eval = True
-            return False
+            return None
         elif step is None or step.flags or len(step.calls) >= _MAX_UNMARKED_CALLS:
             step = self.make_step(explicit=False)
             self.start_step(step)
         self._add_call(step, pack_call(args, kwargs), with_grad=with_grad)
-        return len(step.calls) == 1
+        return step if len(step.calls) == 1 else None
 
     def _add_call(self, step: RecordedStep, inputs: Packed, *, with_grad: bool) -> None:
         step.before = step.before or self._observer.look()
-        step.random.append(self._observer.read_generators())
+        step.random.append(self._observer.generators.read(self._observer.device))
         step.without_grad = not with_grad
         step.has_lent_weights = step.has_lent_weights or self._observer.has_lent_weights
         self._last_inputs = inputs

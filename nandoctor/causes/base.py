@@ -65,11 +65,6 @@ class Finding:
         return self.op.analysis
 
     @property
-    def blamed(self) -> OpCall | None:
-        """The op of the forward pass or the loss that is at fault, None if it is not known."""
-        return self.op
-
-    @property
     def reference_op(self) -> OpCall | None:
         """The same op of the fp32 run, or None if that run took another path."""
         return self.reference.by_key.get(self.op.key)
@@ -138,11 +133,6 @@ class GradientFinding(Finding):
     forward: OpCall | None
     excess_scale: float | None = None
     discarded_by: OpCall | None = None
-
-    @property
-    def blamed(self) -> OpCall | None:
-        """The op that the derivative is of."""
-        return self.forward
 
     @property
     def reference_is_finite(self) -> bool:

@@ -65,14 +65,14 @@ _LARGER = (1e-4, 1e-3, 1e-5, 1e-6, 1e-7)
 
 def diagnose(finding: Finding) -> Account | None:
     """Explain an op, or its derivative, that is singular because half precision or fp32 lost a constant before it."""
-    singular = finding.blamed
+    singular = finding.forward if isinstance(finding, GradientFinding) else finding.op
     lost = None if singular is None else next(_lost_constants(singular, finding), None)
     if singular is None or lost is None:
         return None
     what, evidence = singular.op, _zeros(finding)
     if isinstance(finding, GradientFinding):
         what, evidence = f"the derivative of {singular.op}", gradient_evidence(finding)
-    place, eps, dtype = lost
+    place, eps, dtype, _ = lost
     rounded = dtype.round(eps)
     how = "rounds to zero" if rounded == 0 else "is absorbed by the larger value it is added to"
     point = "where it is infinite" if _ends_at_one(singular) else "at exactly 0"
@@ -91,17 +91,16 @@ def diagnose(finding: Finding) -> Account | None:
 
 
 class _Lost(NamedTuple):
-    """A constant, the op that used it, and the format that lost it."""
+    """A constant, the op that used it, the format that lost it, and the larger number that it was lost beside."""
 
     place: OpCall
     eps: float
     dtype: FloatFormat
+    larger: float
 
 
 def _headline(finding: Finding, singular: OpCall, found: _Lost) -> str:
-    place, eps, dtype = found
-    # What absorbed it: 1 for a bound next to 1, else the largest value of the op's result.
-    larger = 1.0 if found in _gaps_beside_one(place, finding) else place.outputs[0].absmax or 1.0
+    _, eps, dtype, larger = found
     lost = "rounds to 0" if dtype.round(eps) == 0 else f"is lost beside {constant(larger)}"
     if isinstance(finding, GradientFinding):
         return f"{constant(eps)} {lost} in {dtype}, so the derivative of {subject(singular)} is infinite"
@@ -150,7 +149,7 @@ def _ends_at_one(op: OpCall) -> bool:
 def _small_constants(op: OpCall, finding: Finding) -> Iterator[_Lost]:
     for value, dtype in _constants(op, finding):
         if 0 < abs(value) <= LARGEST_EPS:
-            yield _Lost(op, abs(value), dtype)
+            yield _Lost(op, abs(value), dtype, op.outputs[0].absmax or 1.0)
 
 
 def _constants(op: OpCall, finding: Finding) -> Iterator[tuple[float, FloatFormat]]:
@@ -181,7 +180,7 @@ def _gaps_beside_one(op: OpCall, finding: Finding) -> list[_Lost]:
         return []
     constants = [(abs(value), dtype) for value, dtype in _constants(op, finding)]
     return [
-        _Lost(op, float(f"{abs(1 - value):.6g}"), dtype)  # 1 - (1 - 1e-8) has noise in float64
+        _Lost(op, float(f"{abs(1 - value):.6g}"), dtype, 1.0)  # 1 - (1 - 1e-8) has noise in float64
         for value, dtype in constants
         if 0 < abs(1 - value) <= LARGEST_EPS and dtype.round(value) == 1
     ]
@@ -215,14 +214,14 @@ def _zeros(finding: Finding) -> tuple[Evidence, ...]:
 
 def suggest(finding: Finding) -> Iterator[Candidate]:
     """Raise the constant to one that the format can hold, and keep the line that uses it in fp32."""
-    singular = finding.blamed
+    singular = finding.forward if isinstance(finding, GradientFinding) else finding.op
     assert singular is not None
     if not finding.reference_is_finite:
         phase = "backward" if isinstance(finding, GradientFinding) else "forward"
         causes = (cause for cause in _WITHOUT_CONSTANTS if phase in cause.PHASES and cause.diagnose(finding))
         yield from next((cause.suggest(finding) for cause in causes), ())
         return
-    for place, eps, low in _lost_constants(singular, finding):
+    for place, eps, low, _ in _lost_constants(singular, finding):
         # The argument with this number, or with its negative.
         found = [scalar for scalar in place.scalars if abs(scalar[1]) == abs(eps)]
         for name, was in found[:1]:

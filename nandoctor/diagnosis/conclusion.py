@@ -80,7 +80,7 @@ class Conclusion:
 
 def suspect(finding: Finding, cause: Cause | None) -> Suspect | None:
     """Return the op that a finding blames, with the changes that `cause` suggests; None if only a backward is known."""
-    op = finding.blamed
+    op = finding.forward if isinstance(finding, GradientFinding) else finding.op
     return None if op is None else Suspect(site=site_of(op), suggestions=tuple(suggest_changes(cause, finding)))
 
 

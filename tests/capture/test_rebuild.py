@@ -16,7 +16,7 @@ from trainings import Segmenter, loss_of
 
 import nandoctor
 from nandoctor import Recorder
-from nandoctor.capture.dump_folder import say_next
+from nandoctor.capture.step_policy import say_next
 from nandoctor.errors import ModelError
 
 HERE = Path(__file__).parent
