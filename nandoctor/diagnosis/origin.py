@@ -347,6 +347,6 @@ def in_optimizer(op: str, parameter: str, counts: tuple[int, int], trace: Trace)
 
 
 def _place_of(module: str, trace: Trace | None) -> Place:
-    """Return the place of a module by its path, with the type that its calls show."""
-    calls = trace.calls if trace is not None else ()
-    return Place(module=module, type=next((call.type for call in calls if call.module == module), ""), call=0)
+    """Return the place of a module's first call, with its type if there was one."""
+    places = (call.place for call in trace.calls) if trace is not None else ()
+    return next((place for place in places if place.module == module), Place(module=module, type="", call=0))
