@@ -34,24 +34,24 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_792, "tests": 31_492, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_740, "tests": 31_490, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_946,
     "autocast": 822,
-    "capture": 2_605,
-    "causes": 2_663,
+    "capture": 2_590,
+    "causes": 2_659,
     "changes": 3_220,
     "cli": 810,
-    "diagnosis": 1_974,
+    "diagnosis": 1_954,
     "dumps": 3_161,
-    "engine": 3_130,
-    "evidence": 1_702,
-    "fixes": 3_860,
+    "engine": 3_127,
+    "evidence": 1_701,
+    "fixes": 3_859,
     "fleet": 710,
     "repro_scripts": 650,
     "step": 3_113,
-    "tracing": 1_710,
+    "tracing": 1_702,
     "views": 2_716,
 }
 """What each room may have: never more than it had, or than it is drawn with where it is new. These only go down."""
