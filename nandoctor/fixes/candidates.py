@@ -142,7 +142,7 @@ def lines_in_fp64(leads: Sequence[Suspect], findings: Findings) -> Iterator[Cand
     """Yield the lines around the first origin, shortest first: from where a value is rounded to where it fits again."""
     site = next((lead.site for lead in leads if lead.site.source is not None), None)
     origin = site.source.whole if site is not None and site.source is not None else None
-    ops = [op for op in findings.ops if op.phase != "backward" and site is not None and op.module == site.module]
+    ops = [op for op in findings.ops if op.phase != "backward" and site is not None and op.place.module == site.module]
     lines = list(dict.fromkeys(op.source.whole for op in ops if op.source is not None))
     if origin in lines:
         place = lines.index(origin)
