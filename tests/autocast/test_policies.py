@@ -38,6 +38,15 @@ def test_cuda_autocast_refuses_other_dtypes(dtype):
     assert "float16" in error.value.remedy
 
 
+def test_cuda_autocast_decorates_a_step_that_calls_itself():
+    @cuda_autocast()
+    def step(depth):
+        return [product(), *(step(depth - 1) if depth else [])]
+
+    assert step(2) == [torch.float16] * 3
+    assert product() is torch.float32
+
+
 def test_policies_nest_and_are_restored_in_order():
     with apply_policy(CUDA_FP16, CPU):
         with apply_policy(REFERENCE, CPU):

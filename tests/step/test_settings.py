@@ -25,42 +25,19 @@ def project(tmp_path):
     return write
 
 
-def test_every_setting_is_read_with_dashes_or_underscores(project):
-    folder = project(
-        """
-        [tool.nandoctor]
-        model = "train.py:make_model"
-        model-args = {width = 8, act = "gelu"}
-        inputs = ["image", "m=mask"]
-        call = "train.py:call"
-        loss = "train.py:loss"
-        loss-scale = 1024
-        output = "logit"
-        amp_dtype = "bfloat16"
-        policy = "native"
-        mode = "eval"
-        device = "cpu"
-        seed = 3
-        strict = false
-        """
-    )
-    settings = read_settings(Path("dump.pth"), start=folder)
-    assert settings == Settings(
-        model="train.py:make_model",
-        model_args={"width": 8, "act": "gelu"},
-        inputs=("image", "m=mask"),
-        call="train.py:call",
-        loss="train.py:loss",
-        loss_scale=1024,
-        output="logit",
-        amp_dtype="bfloat16",
-        policy="native",
-        mode="eval",
-        device="cpu",
-        seed=3,
-        strict=False,
-        directory=folder,
-    )
+EVERY = {
+    **{"model": "train.py:make_model", "call": "train.py:call", "loss": "train.py:loss", "output": "logit"},
+    **{"loss_scale": 1024, "amp_dtype": "bfloat16", "policy": "native", "mode": "eval", "device": "cpu", "seed": 3},
+}
+
+
+@pytest.mark.parametrize("separator", ["-", "_"])
+def test_every_setting_is_read_with_dashes_or_underscores(project, separator):
+    lines = [f"{name.replace('_', separator)} = {value!r}" for name, value in EVERY.items()]
+    lines += ["strict = false", f"model{separator}args = {{width = 8, act = 'gelu'}}", "inputs = ['image', 'm=mask']"]
+    folder = project("\n".join(["[tool.nandoctor]", *lines]))
+    more = {"strict": False, "model_args": {"width": 8, "act": "gelu"}, "inputs": ("image", "m=mask")}
+    assert read_settings(Path("dump.pth"), start=folder) == Settings(**EVERY, **more, directory=folder)
 
 
 def test_the_nearest_project_that_has_the_table_counts(project):
