@@ -1,33 +1,43 @@
-"""The page as text: well-formed, self-contained, escaped, small."""
+"""The page, and the card of a notebook, as text: well-formed, self-contained, escaped, small."""
 
 import base64
 import html
 import re
+from html.parser import HTMLParser
 from xml.etree import ElementTree as ET
 
 import factory
 import pytest
-from test_notebook import Balanced as Fragment
 
-from nandoctor.views.html import page_of
+from nandoctor.views.html import card_of, page_of
+
+VOID = {"br", "meta", "link", "input", "img"}
 
 
-class Page(Fragment):
-    """A whole page; its void elements need no end, and those of a drawing may close themselves."""
+class Balanced(HTMLParser):
+    """Collects tags, attributes and text, and fails on a tag that is not closed by its own kind."""
 
     def __init__(self, text):
-        self.attributes = []
-        super().__init__(text)
+        super().__init__()
+        self.open, self.tags, self.attributes, self.text = [], set(), [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
 
     def handle_starttag(self, tag, attrs):
-        self.attributes += [(tag, *pair) for pair in attrs]
-        if tag in ("meta", "link", "input", "img"):
-            self.tags.add(tag)
-        else:
-            super().handle_starttag(tag, attrs)
+        self.handle_startendtag(tag, attrs)
+        if tag not in VOID:
+            self.open.append(tag)
 
     def handle_startendtag(self, tag, attrs):
+        self.tags.add(tag)
         self.attributes += [(tag, *pair) for pair in attrs]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += [data.strip()] * bool(data.strip())
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +45,14 @@ def page():
     return page_of(factory.fixable())
 
 
+@pytest.mark.parametrize("draw", [card_of, factory.sketch_of])
 @pytest.mark.parametrize("make", factory.VERDICTS.values(), ids=factory.VERDICTS)
-def test_every_verdict_makes_a_well_formed_page(make):
+def test_every_verdict_is_well_formed(make, draw):
     report = make()
-    parsed = Page(factory.sketch_of(report))
+    parsed = Balanced(draw(report))
     assert report.verdict in parsed.text
     assert report.headline in parsed.text
+    assert ("script" in parsed.tags) == (draw is not card_of)
 
 
 def test_the_story_comes_first_and_in_order(page):
@@ -55,7 +67,7 @@ def test_the_story_comes_first_and_in_order(page):
 def test_nothing_is_loaded_from_anywhere(page):
     outside = {
         value
-        for _, name, value in Page(page).attributes
+        for _, name, value in Balanced(page).attributes
         if name in ("src", "href", "xlink:href", "action", "data", "srcset") and not value.startswith(("#", "data:"))
     }
     assert outside == set()
@@ -69,3 +81,11 @@ def test_a_drawing_stands_on_the_page_with_its_finding(page):
     for data, _ in drawn:
         assert ET.fromstring(base64.b64decode(data)).tag.endswith("svg")
     assert b">fp16 autocast</" in base64.b64decode(drawn[1][0])
+
+
+def test_no_colour_of_a_card_is_fixed_against_the_page():
+    """On a dark page black text would vanish: text takes the page's colour, but for marks that show on any ground."""
+    html = card_of(factory.precision())
+    assert "color: #fff" not in html
+    assert "background: #" not in html
+    assert "background: rgba(" in html
