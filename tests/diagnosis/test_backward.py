@@ -114,25 +114,3 @@ def test_a_hook_that_spoils_a_sum_is_not_told_as_one(replay_scaled):
     report = replay_scaled(Hooked, torch.ones(4, 8), 1.0)
     assert report.cause is None
     assert "no operation made it so" in report.headline
-
-
-class Masked(nn.Linear):
-    """A row is masked as a whole, and its NaN is replaced after the softmax."""
-
-    def forward(self, x, mask):
-        scores = super().forward(x) + torch.zeros_like(x).masked_fill(mask, -torch.inf)
-        return torch.softmax(scores, -1).masked_fill(mask, 0.0)
-
-
-def test_a_masked_row_is_to_blame_even_if_its_nan_is_replaced(replay):
-    mask = torch.zeros(3, 4, dtype=torch.bool)
-    mask[1] = True
-    batch = {"x": torch.ones(3, 4), "mask": mask}
-    report = replay(Masked(4, 4), batch, loss=lambda made, _: made.float().square().mean())
-    assert (report.cause.code, report.origin.op, report.origin.elements.samples) == (
-        "fully-masked-softmax",
-        "softmax",
-        (1,),
-    )
-    assert report.headline.startswith("1 row of the scores is entirely -Inf")
-    assert report.fixes[0].verified

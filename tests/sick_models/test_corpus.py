@@ -6,7 +6,6 @@ In: the cases. Out: assertions, made without nandoctor's diagnosis; only its emu
 import inspect
 import sys
 from collections import Counter
-from functools import cache
 
 import pytest
 from one_test import for_each
@@ -14,8 +13,7 @@ from one_test import for_each
 from nandoctor.causes import registry
 from sick_models import Case, all_cases, healthy_models
 from sick_models.case import MECHANISMS
-from sick_models.probing import Outcome, distance
-from sick_models.probing import run as run_anew
+from sick_models.probing import distance, run
 
 # What a recorder alone can see, the update by the optimizer, has its trainings in tests/capture.
 CAUSES = {registry.code_of(cause) for cause in registry.CAUSES if cause.PHASES != ("update",)}
@@ -30,31 +28,9 @@ SHOWS_IN = {
 }
 
 CASES = all_cases()
-BY_NAME = {case.name: case for case in CASES}
 every_case = for_each(CASES)
 
 pytestmark = pytest.mark.slow
-
-
-@cache
-def run_of(name: str, precision: str) -> Outcome:
-    """What the step of a case gives, made once for all tests of it."""
-    return run_anew(BY_NAME[name], autocast=precision == "autocast")
-
-
-def run(case: Case, *, autocast: bool) -> Outcome:
-    """As `probing.run`: the known outcome where the case is one of the corpus, unchanged."""
-    if BY_NAME.get(case.name) is not case:
-        return run_anew(case, autocast=autocast)
-    return run_of(case.name, "autocast" if autocast else "fp32")
-
-
-def assert_sick(case: Case, outcome: Outcome) -> None:
-    if case.verdict == "silent":
-        assert outcome.first_nonfinite == ""
-        assert distance(outcome, run(case, autocast=False)) > 0.3
-    else:
-        assert outcome.first_nonfinite in SHOWS_IN[case.phase]
 
 
 def assert_healthy(case: Case) -> None:
@@ -78,17 +54,17 @@ def test_names_are_unique() -> None:
 
 
 @every_case
-def test_is_sick_where_it_says_under_autocast(case: Case) -> None:
-    assert_sick(case, run(case, autocast=True))
-
-
-@every_case
-def test_in_fp32_is_as_its_verdict_says(case: Case) -> None:
-    first_nonfinite = run(case, autocast=False).first_nonfinite
+def test_dies_where_it_says_in_the_precisions_of_its_verdict(case: Case) -> None:
+    autocast, fp32 = run(case, autocast=True), run(case, autocast=False)
+    if case.verdict == "silent":
+        assert autocast.first_nonfinite == ""
+        assert distance(autocast, fp32) > 0.3
+    else:
+        assert autocast.first_nonfinite in SHOWS_IN[case.phase]
     if case.verdict in ("precision", "silent", "loss-scale"):
-        assert first_nonfinite == ""
+        assert fp32.first_nonfinite == ""
     elif case.verdict == "numerics":
-        assert first_nonfinite in SHOWS_IN[case.phase]
+        assert fp32.first_nonfinite in SHOWS_IN[case.phase]
     else:
         assert case.verdict == case.phase
 

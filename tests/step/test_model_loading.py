@@ -126,16 +126,6 @@ def test_a_spec_that_leads_nowhere_says_so(write, tmp_path, spec, message):
     assert caught.value.remedy.endswith((".", "?"))
 
 
-@pytest.mark.parametrize(
-    ("spec", "near"), [("nett.py:Net", "net.py"), ("net.py:make_modle", "make_model"), ("net.py:Holder.nett", "net")]
-)
-def test_a_misspelt_spec_is_answered_with_the_nearest_name(write, tmp_path, spec, near):
-    write("net.py", MODEL_FILE)
-    with pytest.raises(ModelError) as caught:
-        build_model(spec, {}, directory=tmp_path)
-    assert caught.value.remedy == f"Did you mean {near}?"
-
-
 BUILT_AT = {
     "class CFG:\n    width = 4\ndef main():\n    model = Net(CFG).eval()": "train.py:model",
     "def main(cfg):\n    net = Net(cfg)\nif __name__ == '__main__':\n    main(4)": "train.py:net",
