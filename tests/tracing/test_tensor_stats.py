@@ -64,7 +64,7 @@ SPECIAL = st.sampled_from([0.0, -0.0, NAN, INF, -INF, 1e-8, 2.0**-24, 2.0**-25, 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @settings(max_examples=50)
 @given(values=st.lists(SPECIAL | st.floats(width=32), min_size=1, max_size=12))
-def test_counts_are_naive_ones_and_limits_those_of_what_is_finite(dtype, values):
+def test_counts_are_naive_ones_and_limits_of_finite_values(dtype, values):
     tensor = torch.tensor(values, dtype=torch.float64).to(dtype)
     stats, expected = stats_of(tensor, counts=True), naive_counts(tensor.tolist())
     assert {name: getattr(stats.counts, name) for name in expected} == expected
