@@ -7,6 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -19,7 +20,6 @@ from nandoctor.file_memory import map_empty
 from nandoctor.torch_compat import no_subclass_methods, storage_of, tree_tensors
 from nandoctor.tracing.dispatch_hook import Invocation, Proceed, intercepting
 
-Undo = Callable[[], object]
 _CONTAINERS = (dict, OrderedDict, list, deque, set)
 _WATCHED_NBYTES = 32 << 20
 """Less memory than this is copied faster than every op is watched."""
@@ -120,18 +120,15 @@ def _is(value: Any, kind: type) -> bool:
 
 
 def _put_back(container: Any, saved: Any) -> None:
-    """Give a container its items again, in their order."""
-    keys_are_same = not isinstance(saved, dict) or (
-        len(saved) == len(container) and all(map(is_, saved.keys(), container.keys()))
-    )
-    now, before = (list(it.values()) if isinstance(it, dict) else list(it) for it in (container, saved))
-    if keys_are_same and len(now) == len(before) and all(map(is_, now, before)):
+    """Give a container its items again, in their order; one that has them is left alone, since a loop may be in it."""
+    now, before = (list(chain.from_iterable(it.items()) if isinstance(it, dict) else it) for it in (container, saved))
+    if len(now) == len(before) and all(map(is_, now, before)):
         return
     container.clear()
     (container.extend if isinstance(saved, (list, deque)) else container.update)(saved)
 
 
-def _undo_draws(value: Any) -> Undo | None:
+def _undo_draws(value: Any) -> Callable[[], object] | None:
     """Return a function that restores a random generator of the model's own; None for anything else."""
     if _is(value, torch.Generator):
         return partial(value.set_state, value.get_state())

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
-from operator import is_
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -140,10 +139,7 @@ class Project:
 
     def _keep_modules(self, before: Mapping[str, ModuleType]) -> None:
         """Move the project's own modules out of `sys.modules`, and restore the modules that they replaced."""
-        now = dict(sys.modules)
-        if list(now) == list(before) and all(map(is_, now.values(), before.values())):
-            return
-        changed = {name: module for name, module in now.items() if before.get(name) is not module}
+        changed = {name: module for name, module in dict(sys.modules).items() if before.get(name) is not module}
         # Before any is unloaded, which the files of others depend on.
         files = {name: _own_file(name, module) for name, module in changed.items()}
         for name, module in changed.items():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -24,7 +24,6 @@ from nandoctor.torch_compat import answers_itself, outside_transforms, tree_tens
 from nandoctor.tracing.exact_counts import count_exactly
 
 SAMPLE_SIZE = 1024
-_ROWS_AT_ONCE = 256
 _LOWEST = 0.05
 
 _FORMATS = {getattr(torch, name): FORMATS[name] for name in FORMATS if hasattr(torch, name)}
@@ -49,8 +48,6 @@ class Reading(NamedTuple):
     finite_limits: tuple[float, float] | None = None
     producer: int | None = None
 
-
-_Quantiles = tuple[float | None, float | None, float | None]
 
 Readings = list[tuple[str, Reading]]
 """Readings with the place of each tensor in the value that was read."""
@@ -124,11 +121,8 @@ def collect_all(groups: Sequence[Readings]) -> list[tuple[TensorStats, ...]]:
     distinct = {id(reading): reading for group in groups for _, reading in group}
     limits = _fetch([reading.limits for reading in distinct.values()], torch.float64)
     samples = _fetch([reading.sample for reading in distinct.values()], torch.float32)
-    rows = zip(distinct.items(), limits, samples, _quantiles(samples), strict=True)
-    stats = {
-        key: _summarize(reading, float(low), float(high), sample, quantiles)
-        for (key, reading), (low, high), sample, quantiles in rows
-    }
+    rows = zip(distinct.items(), limits, samples, strict=True)
+    stats = {key: _summarize(reading, float(low), float(high), sample) for (key, reading), (low, high), sample in rows}
     return [
         tuple(replace(stats[id(reading)], path=path) if path else stats[id(reading)] for path, reading in group)
         for group in groups
@@ -213,12 +207,10 @@ def _sample_indices(numel: int, device: torch.device) -> torch.Tensor:
     return (fractions.frac() * numel).long().clamp_(max=numel - 1).to(device)
 
 
-def _summarize(
-    reading: Reading, low: float, high: float, sample: NDArray[np.float32], quantiles: _Quantiles
-) -> TensorStats:
+def _summarize(reading: Reading, low: float, high: float, sample: NDArray[np.float32]) -> TensorStats:
     finite = math.isfinite(low) and math.isfinite(high)
     limits = (low, high) if finite else reading.finite_limits
-    p05, median, p95 = quantiles
+    p05, median, p95 = _quantiles(sample)
     return TensorStats(
         path="",
         shape=reading.shape,
@@ -237,28 +229,11 @@ def _summarize(
     )
 
 
-def _quantiles(samples: Sequence[NDArray[np.float32]]) -> list[_Quantiles]:
-    """Return the 5 %, 50 % and 95 % quantiles of each sample's non-zero finite magnitudes, batched by length."""
-    places: dict[int, list[int]] = {}
-    for place, sample in enumerate(samples):
-        places.setdefault(len(sample), []).append(place)
-    found: dict[int, _Quantiles] = {}
-    for group in places.values():
-        for start in range(0, len(group), _ROWS_AT_ONCE):
-            rows = group[start : start + _ROWS_AT_ONCE]
-            found |= zip(rows, _quantiles_of_rows(np.stack([samples[place] for place in rows])), strict=True)
-    return [found[place] for place in range(len(samples))]
-
-
-def _quantiles_of_rows(table: NDArray[np.float32]) -> Iterator[_Quantiles]:
-    magnitudes = np.abs(table)
-    counted = (magnitudes > 0) & (magnitudes < math.inf)  # false for NaN
-    magnitudes[~counted] = math.inf
-    magnitudes.sort(axis=1)
-    last = counted.sum(axis=1) - 1
-    columns = np.rint(np.multiply.outer(last, (_LOWEST, 0.5, 0.95))).astype(int)
-    picked = np.take_along_axis(magnitudes, columns.clip(min=0), axis=1).tolist()
-    return (
-        (p05, median, p95) if end >= 0 else (None, None, None)
-        for end, (p05, median, p95) in zip(last.tolist(), picked, strict=True)
-    )
+def _quantiles(sample: NDArray[np.float32]) -> tuple[float, float, float] | tuple[None, None, None]:
+    """Return the 5 %, 50 % and 95 % quantiles of a sample's non-zero finite magnitudes."""
+    magnitudes = np.abs(sample)
+    counted = np.sort(magnitudes[(magnitudes > 0) & (magnitudes < math.inf)])  # false for NaN
+    last = counted.size - 1
+    if last < 0:
+        return None, None, None
+    return float(counted[round(_LOWEST * last)]), float(counted[round(0.5 * last)]), float(counted[round(0.95 * last)])
