@@ -34,7 +34,7 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_740, "tests": 31_054, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_708, "tests": 31_054, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_946,
@@ -45,13 +45,13 @@ MAX_LINES_OF_ROOMS = {
     "cli": 810,
     "diagnosis": 1_954,
     "dumps": 3_161,
-    "engine": 3_127,
+    "engine": 3_120,
     "evidence": 1_701,
     "fixes": 3_859,
     "fleet": 710,
     "repro_scripts": 650,
     "step": 3_113,
-    "tracing": 1_702,
+    "tracing": 1_677,
     "views": 2_716,
 }
 """What each room may have: never more than it had, or than it is drawn with where it is new. These only go down."""
