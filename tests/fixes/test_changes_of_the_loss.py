@@ -79,18 +79,6 @@ return sample.abs().mean() + (logvar.float().exp() - logvar.float()).mean()
 
 
 @pytest.fixture
-def replay(project):
-    """(forward, loss, inputs, layers, **arrays) -> report; the weights are those that the model is built with."""
-
-    def replay(forward, loss=None, inputs="x", layers="self.lift = nn.Linear(4, 4)", **arrays):
-        project.write(forward, inputs=inputs, layers=layers, loss=loss)
-        project.save(**arrays)
-        return project.replay()
-
-    return replay
-
-
-@pytest.fixture
 def replay_mixture(project):
     """(name of the loss, how far y is) -> report."""
 
@@ -102,37 +90,37 @@ def replay_mixture(project):
     return replay_mixture
 
 
-def test_every_line_of_a_loss_that_overflows_is_widened(replay, project):
+def test_every_line_of_a_loss_that_overflows_is_widened(replay_step, project):
     batch = {"image": torch.randn(16, 6), "text": torch.randn(16, 5)}
     layers = "self.image, self.text = nn.Linear(6, 4), nn.Linear(5, 4)"
-    fix = replay(TOWERS, BOTH_WAYS, "image, text", layers, **batch).fixes[0]
+    fix = replay_step(TOWERS, batch, layers=layers, loss=BOTH_WAYS).fixes[0]
     assert fix.verified
     assert added(fix) == ["rows = F.cross_entropy(output.float(), pairs)", "output.T.float(),"]
     assert project.verdict_with(fix) == "healthy"
 
 
-def test_a_batch_without_a_sample_is_compared_with_itself(replay):
+def test_a_batch_without_a_sample_is_compared_with_itself(replay_step):
     """The sample is fine in float64, which is no reference for a batch that it is not in."""
     y = torch.zeros(5, 1)
     y[3] = 20.0
     layers = "self.means, self.share = nn.Linear(4, 3), nn.Softmax(dim=1)"
-    report = replay(COUNTS, inputs="x, y", layers=layers, x=torch.randn(5, 4), y=y)
+    report = replay_step(COUNTS, {"x": torch.randn(5, 4), "y": y}, layers=layers)
     fix = next(fix for fix in report.fixes if fix.kind == "data")
     assert fix.verified
     assert "kept, size = [0, 1, 2, 4], 5" in fix.patch
 
 
-def test_a_loss_without_a_label_left_does_not_refuse_a_fix(replay):
+def test_a_loss_without_a_label_left_does_not_refuse_a_fix(replay_step):
     """The empty text alone has no word to predict: its loss is 0/0 whatever the model gives."""
     ids = torch.randint(1, 9, (4, 5))
     ids[2] = 0
-    fix = replay(READER, NEXT_WORD, "ids", "self.embed = nn.Embedding(9, 9)", ids=ids).fixes[0]
+    fix = replay_step(READER, {"ids": ids}, layers="self.embed = nn.Embedding(9, 9)", loss=NEXT_WORD).fixes[0]
     assert (fix.verified, fix.kind) == (True, "source")
     (alone,) = (check for check in fix.checks if check.name == "samples to blame alone")
     assert alone.status == "not-checked"
 
 
-def test_infinities_that_are_meant_stay_in_the_output(replay):
+def test_infinities_that_are_meant_stay_in_the_output(replay_step):
     """Forbidden actions score -inf: the product of the loss is to blame for 0 * -inf, and they are not."""
     allowed = torch.ones(4, 5)
     allowed[1:, 2] = 0
@@ -140,7 +128,7 @@ def test_infinities_that_are_meant_stay_in_the_output(replay):
     forward = 'return self.lift(x).masked_fill(allowed == 0, float("-inf"))'
     loss = 'return -(batch["wanted"] * torch.log_softmax(output, -1)).sum(-1).mean()'
     batch = {"x": torch.randn(4, 6), "allowed": allowed, "wanted": wanted}
-    report = replay(forward, loss, "x, allowed", "self.lift = nn.Linear(6, 5)", **batch)
+    report = replay_step(forward, batch, inputs="x, allowed", layers="self.lift = nn.Linear(6, 5)", loss=loss)
     assert (report.verdict, report.origin.source.text) == ("numerics", loss)
     fix = report.fixes[0]
     assert fix.verified
@@ -149,12 +137,13 @@ def test_infinities_that_are_meant_stay_in_the_output(replay):
     assert output.text.startswith("finite except for infinities that fp32 has there too")
 
 
-def test_an_infinity_that_a_loss_does_not_forgive_is_mended(replay):
+def test_an_infinity_that_a_loss_does_not_forgive_is_mended(replay_step):
     """The loss cuts -inf off, and its gradients are NaN all the same: where log gets 0 is the place to change."""
     present = torch.ones(4, 4)
     present[2] = 0
     forward, loss = "return (self.lift(x).sigmoid() * present).sum(-1).log()", "return output.clamp(min=-5).mean()"
-    fix = replay(forward, loss, "x, present", x=torch.randn(4, 4), present=present).fixes[0]
+    batch = {"x": torch.randn(4, 4), "present": present}
+    fix = replay_step(forward, batch, loss=loss).fixes[0]
     assert fix.verified
     assert all(".clamp(min=1e-" in line and line.endswith(".log()") for line in added(fix))
     assert next(check for check in fix.checks if check.name == "output").text.startswith("finite, ")
@@ -175,10 +164,11 @@ def test_an_output_that_was_sound_refuses_no_change_of_the_loss(project):
     assert "within what rounding costs here" in fix.checks[0].text
 
 
-def test_a_loss_that_no_scale_fits_is_no_fix(replay):
+def test_a_loss_that_no_scale_fits_is_no_fix(replay_step):
     """exp(80) is finite and passes; the batch of one sample, of which the spread is unknown, warns of it to nobody."""
     batch = {"x": torch.randn(8, 6), "old": -100 * torch.rand(8) - 300, "gain": torch.randn(8)}
-    fix = replay("return self.lift(x)[:, 0]", SURROGATE, layers="self.lift = nn.Linear(6, 1)", **batch).fixes[0]
+    more = {"inputs": "x", "layers": "self.lift = nn.Linear(6, 1)", "loss": SURROGATE}
+    fix = replay_step("return self.lift(x)[:, 0]", batch, **more).fixes[0]
     assert "where the formula gives +Inf" in fix.workaround
     assert added(fix) == ['ratio = torch.exp((output - batch["old"]).clamp(max=20))']
 
@@ -207,21 +197,21 @@ def test_a_loss_in_which_the_failure_is_is_not_left_out(replay_mixture):
     assert any("fails in its loss" in note for note in report.search_notes)
 
 
-def test_a_loss_with_an_infinite_term_is_compared(replay):
+def test_a_loss_with_an_infinite_term_is_compared(replay_step):
     """Of an infinite sum no digit is known: that must not excuse every other value of it."""
     batch = {"x": torch.randn(8, 6), "label": torch.randint(0, 5, (8,))}
     forward = "return torch.softmax(self.lift(x) * 150, dim=-1)"
-    report = replay(forward, TWO_TERMS, layers="self.lift = nn.Linear(6, 5)", **batch)
+    report = replay_step(forward, batch, inputs="x", layers="self.lift = nn.Linear(6, 5)", loss=TWO_TERMS)
     assert (report.verdict, report.cause.code) == ("numerics", "log-of-zero")
     assert not any(fix.verified for fix in report.fixes if "torch.log" in fix.patch)
     assert max(fix.outcome.max_rel_err for fix in report.fixes) > 0.1
 
 
-def test_a_change_that_is_off_says_why_and_what_to_do(replay):
+def test_a_change_that_is_off_says_why_and_what_to_do(replay_step):
     """It was written and run: what it failed is told, and what the page of the cause advises."""
     x = torch.randn(6, 10)
     x[4] *= 400
-    report = replay(SPREAD, DIVERGENCE, layers="self.lift = nn.Linear(10, 4)", x=x)
+    report = replay_step(SPREAD, {"x": x}, layers="self.lift = nn.Linear(10, 4)", loss=DIVERGENCE)
     assert [fix.kind for fix in report.fixes if fix.verified] == ["data"]
     assert any(note.startswith("By hand: Clamp the argument") for note in report.search_notes)
     finite = [fix for fix in report.fixes if not fix.verified and fix.outcome.finite]

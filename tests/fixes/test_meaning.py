@@ -11,14 +11,13 @@ ZERO = SIZES * torch.tensor([[1.0], [0.0], [1.0]])
 
 
 @pytest.fixture
-def replay(project):
+def replay(replay_step):
     """A function (forward, s) -> report: the forward has a layer's output h of the input x, and s."""
+    more = {"layers": "self.lift = nn.Linear(4, 4)", "loss": "return (output.float() - 0.3).square().mean()"}
 
     def replay(forward, s):
-        loss = "return (output.float() - 0.3).square().mean()"
-        project.write(f"h = self.lift(x)\n{forward}", inputs="x, s", loss=loss)
-        project.save(x=torch.randn(3, 4), s=s, autocast=False)
-        return project.replay()
+        batch = {"x": torch.randn(3, 4), "s": s, "autocast": False}
+        return replay_step(f"h = self.lift(x)\n{forward}", batch, inputs="x, s", **more)
 
     return replay
 

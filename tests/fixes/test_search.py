@@ -1,7 +1,5 @@
 """Prescriptions on networks unlike the corpus: large ones, several origins, outputs of every kind."""
 
-import math
-
 import pytest
 import torch
 from torch import nn
@@ -13,34 +11,20 @@ from nandoctor.evidence.report import StepSetting
 from nandoctor.views.report import answer_section
 
 
-class Shared(nn.Module):
-    """One module called three times, of which only the last call overflows."""
-
-    def __init__(self):
-        super().__init__()
-        self.grow = nn.Linear(4, 4, bias=False)
-        self.head = nn.LayerNorm(4)
-        self.grow.weight.data = torch.eye(4) * 60.0
-
-    def forward(self, x):
-        return self.head(self.grow(self.grow(self.grow(x))))
-
-
-def test_a_module_that_is_called_several_times(replay):
-    report = replay(Shared, {"x": torch.rand(2, 4) + 1})
+def test_a_module_that_is_called_several_times(replay_step):
+    """Only the last call overflows."""
+    layers = "self.grow, self.head = nn.Linear(4, 4, bias=False), nn.LayerNorm(4)"
+    layers += "\nself.grow.weight.data = torch.eye(4) * 60.0"
+    forward = "return self.head(self.grow(self.grow(self.grow(x))))"
+    report = replay_step(forward, {"x": torch.rand(2, 4) + 1}, layers=layers)
     assert report.fixes[0].verified
     assert report.fixes[0].title == "Keep grow in fp32"
     assert not any(isinstance(fix.edit, UseFormat) for fix in report.fixes)  # where nothing smaller holds
     assert any(line.setting.dtype is BF16 and line.outcome.finite for line in report.counterfactuals)
 
 
-class Domain(nn.Module):
-    def forward(self, x):
-        return torch.acos(x)
-
-
-def test_where_the_program_is_wrong_nothing_is_prescribed(replay):
-    report = replay(Domain, {"x": torch.tensor([[0.5, 1.5]])})
+def test_where_the_program_is_wrong_nothing_is_prescribed(replay_step):
+    report = replay_step("return torch.acos(x)", {"x": torch.tensor([[0.5, 1.5]])})
     assert (report.verdict, report.fixes) == ("numerics", ())
     assert "outside the domain of `torch.acos(x)` by 0.5 in float64 too" in report.search_notes[0]
     assert report.fp32_sets is None
@@ -49,35 +33,20 @@ def test_where_the_program_is_wrong_nothing_is_prescribed(replay):
     assert settings[StepSetting(dtype=FP64)] is False
 
 
-class Limits(nn.Module):
-    def forward(self, x):
-        limits = torch.where(x > 0, math.inf, x)
-        return limits / limits
-
-
-def test_where_nothing_can_be_tried_the_reason_is_told(replay):
-    report = replay(Limits, {"x": torch.tensor([[0.5, -1.5]])})
+def test_where_nothing_can_be_tried_the_reason_is_told(replay_step):
+    forward = "limits = torch.where(x > 0, torch.inf, x)\nreturn limits / limits"
+    report = replay_step(forward, {"x": torch.tensor([[0.5, -1.5]])})
     assert report.fixes == ()
     assert "known that keeps its meaning (indeterminate-form). By hand: " in report.search_notes[-1]
 
 
 @pytest.mark.usefixtures("every_variation")
-def test_variations_tell_the_guilty_sample_and_the_mode(replay):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lift = nn.Linear(4, 4)
-            self.drop = nn.Dropout(0.5)
-            self.calm = nn.LayerNorm(4)
-
-        def forward(self, x):
-            return self.calm(self.drop(self.lift(x)))
-
+def test_variations_tell_the_guilty_sample_and_the_mode(replay_step):
+    layers = "self.lift, self.drop, self.calm = nn.Linear(4, 4), nn.Dropout(0.5), nn.LayerNorm(4)"
+    layers += "\nself.lift.weight.data = torch.eye(4) * 0.9"
     x = torch.randn(3, 4)
     x[1] = 6e4
-    model = Net()
-    model.lift.weight.data = torch.eye(4) * 0.9
-    report = replay(model, {"x": x}, builds=Net, mode="train")
+    report = replay_step("return self.calm(self.drop(self.lift(x)))", {"x": x}, layers=layers, mode="train")
     lines = {line.setting: line.outcome for line in report.counterfactuals}
     assert not lines[StepSetting(training=True)].finite
     assert lines[StepSetting(training=False)].finite  # 1 / (1 - p) is what passes the limit
@@ -110,84 +79,51 @@ def test_a_loss_that_another_mode_does_not_suit(replay):
     assert tried == [True]
 
 
-class Faint(nn.Module):
-    """Probabilities that are zero in fp16, and right by that, [n, 4] -> [n, 4]."""
-
-    def __init__(self):
-        super().__init__()
-        self.logits = nn.Linear(4, 4)
-        nn.init.zeros_(self.logits.weight)
-        nn.init.constant_(self.logits.bias, -30.0)
-
-    def forward(self, x):
-        return torch.sigmoid(self.logits(x))
-
-
-def dice(p, batch):
-    return 1 - (p * p).mean() / ((p * p).mean() + 1e-8)
-
-
 @pytest.mark.slow
-def test_an_output_within_the_formats_rounding_agrees(replay):
-    report = replay(Faint, {"x": torch.randn(2, 4)}, loss=dice)
+def test_an_output_within_the_formats_rounding_agrees(replay_step):
+    """Probabilities that are zero in fp16, and right by that."""
+    layers = "self.logits = nn.Linear(4, 4)\nself.logits.weight.data.zero_(), self.logits.bias.data.fill_(-30.0)"
+    dice = "return 1 - (output * output).mean() / ((output * output).mean() + 1e-8)"
+    report = replay_step("return torch.sigmoid(self.logits(x))", {"x": torch.randn(2, 4)}, layers=layers, loss=dice)
     assert report.cause.code == "eps-underflow"
     assert report.fixes[0].verified
 
 
-class Distance(nn.Linear):
-    def forward(self, a, b):
-        return (super().forward(a) - super().forward(b)).pow(2).sum(-1).sqrt()
-
-
 @pytest.mark.slow
-def test_samples_that_may_not_be_all_are_not_left_out(replay):
+def test_samples_that_may_not_be_all_are_not_left_out(replay_step):
     """70 samples fail and 64 are listed: the batch without those fails as well, which says nothing of the others."""
-    model, a = Distance(4, 4), torch.randn(90, 4)
-    twins = torch.arange(90)[:, None] < 70
-    report = replay(model, {"a": a, "b": torch.where(twins, a, a + 1)}, loss=lambda output, batch: output.mean())
+    a, twins = torch.randn(90, 4), torch.arange(90)[:, None] < 70
+    forward = "return (self.lift(a) - self.lift(b)).pow(2).sum(-1).sqrt()"
+    batch = {"a": a, "b": torch.where(twins, a, a + 1)}
+    report = replay_step(forward, batch, loss="return output.mean()")
     assert "and at least" in answer_section(report, "screen").blocks[0].where
     assert [trial for trial in report.counterfactuals if trial.setting.without] == []
     assert not any(fix.kind == "data" for fix in report.fixes)
 
 
-class Gated(nn.Module):
-    """Overflows in its own forward, and by intent in the product of a gate that is not trained: [n, 8] -> same."""
-
-    def __init__(self):
-        super().__init__()
-        self.lift, self.gate = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False).requires_grad_(False)
-        nn.init.constant_(self.gate.weight, 1.0)
-
-    def forward(self, x):
-        gate = torch.sigmoid(self.gate(x * 1e5))
-        h = self.lift(x) * 600
-        squares = h * h
-        return gate * squares / squares.amax(-1, keepdim=True)
-
-
-class Scaled(nn.Module):
-    """Divides by a temperature that fp16 rounds to 0, where the op and its expression in fp32 are one text."""
-
-    def __init__(self):
-        super().__init__()
-        self.lift, self.temperature = nn.Linear(8, 8), nn.Parameter(torch.tensor(1e-8))
-
-    def forward(self, x):
-        scaled = lambda rows: self.lift(rows) / self.temperature  # noqa: E731
-        return scaled(x) * 1e-9
-
-
-def test_no_two_fixes_are_one_text(replay):
-    model = Scaled()
-    report = replay(model, {"x": torch.ones(3, 8)})
+def test_no_two_fixes_are_one_text(replay_step):
+    """A temperature that fp16 rounds to 0, where the op and its expression in fp32 are one text."""
+    layers = "self.lift, self.temperature = nn.Linear(8, 8), nn.Parameter(torch.tensor(1e-8))"
+    forward = "scaled = lambda rows: self.lift(rows) / self.temperature\nreturn scaled(x) * 1e-9"
+    report = replay_step(forward, {"x": torch.ones(3, 8)}, layers=layers)
     patches = [fix.patch for fix in report.fixes if fix.patch]
     assert report.fixes[0].verified
     assert len(patches) == len(set(patches)) > 1
 
 
-def test_an_overflow_that_is_meant_rules_no_change_out(replay):
-    x = torch.linspace(1, 2, 32).reshape(4, 8)
-    report = replay(Gated, {"x": x})
+GATED = """
+gate = torch.sigmoid(self.gate(x * 1e5))
+h = self.lift(x) * 600
+squares = h * h
+return gate * squares / squares.amax(-1, keepdim=True)
+"""
+
+
+def test_an_overflow_that_is_meant_rules_no_change_out(replay_step):
+    """One in the forward, and by intent one in the product of a gate that is not trained."""
+    layers = "self.lift, self.gate = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False).requires_grad_(False)"
+    layers += "\nnn.init.constant_(self.gate.weight, 1.0)"
+    report = replay_step(GATED, {"x": torch.linspace(1, 2, 32).reshape(4, 8)}, layers=layers)
     assert report.fixes[0].verified, report.fixes
     assert report.fixes[0].title.startswith("Compute mul in line")
     assert [[member.module for member in found.modules] for found in report.fp32_sets.sets] == [[""], ["lift"]]
