@@ -27,7 +27,15 @@ class Net(nn.Module):
 def loss(output, batch):
     LOSS
 """
-EYE = "self.lift = nn.Linear(4, 4, bias=False)\nnn.init.eye_(self.lift.weight)"
+
+
+def eye(width=4, gain=1.0):
+    """The code of a layer that gives `gain` times its input."""
+    layer = f"self.lift = nn.Linear({width}, {width}, bias=False)"
+    return f"{layer}\nnn.init.eye_(self.lift.weight).data.mul_({gain})"
+
+
+EYE = eye()
 
 
 class Project:
