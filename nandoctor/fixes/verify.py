@@ -80,7 +80,6 @@ class Trials:
     is_another: bool = False
     writes_infinities: bool | None = None
     _judgements: dict[frozenset[Change], Judgement] = field(default_factory=dict, init=False)
-    _looks: dict[frozenset[Change], TrialOutcome | None] = field(default_factory=dict, init=False)
     _references: dict[frozenset[Change], Result] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -131,13 +130,9 @@ class Trials:
         edits = tuple(edit for edit in edits if edit != UseFormat(format=self.step.low))  # it has that format already
         if self.fails and not edits:
             return TrialOutcome(finite=False, max_rel_err=None)
-        key = _key(edits)
-        if key not in self._looks:
-            judged = self._judgements.get(key) if not self.numerics else None
-            self._looks[key] = judged.outcome if judged is not None else self._look(edits)
-        return self._looks[key]
-
-    def _look(self, edits: tuple[Change, ...]) -> TrialOutcome | None:
+        judged = self._judgements.get(_key(edits)) if not self.numerics else None
+        if judged is not None:
+            return judged.outcome
         plain = [edit for edit in edits if isinstance(edit, UseFormat) and edit.format in (FP32, FP64)]
         made = self.reference(*(edit for edit in plain if edit.format is FP64)) if plain else self.run(*edits)
         if not made.ran:
