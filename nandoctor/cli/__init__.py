@@ -17,9 +17,9 @@ from nandoctor.errors import NanDoctorError
 __all__ = ["VERBS", "find_verb", "main"]
 
 VERBS = {
-    "explain": ("looks", "Explain what a cause is, why it happens and how it is fixed."),
+    "explain": ("commands", "Explain what a cause is, why it happens and how it is fixed."),
     "fix": ("verify", "Print the smallest verified change as a diff, or write it."),
-    "inspect": ("looks", "Show what is in DUMP, without running any code of it."),
+    "inspect": ("commands", "Show what is in DUMP, without running any code of it."),
     "plot": ("commands", "Replay DUMP, and plot its layers."),
     "replay": ("commands", "Replay DUMP, name the first non-finite layer, and find a fix."),
     "repro": ("commands", "Write a script with the smallest tensors that still fail."),

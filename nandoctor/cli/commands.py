@@ -1,4 +1,4 @@
-"""The verbs that replay a single dump: each parses, calls, renders and exits."""
+"""The verbs for a single dump, or a cause: each parses, calls, renders and exits."""
 
 from __future__ import annotations
 
@@ -113,3 +113,22 @@ def _write_all(report: Report, outputs: tuple[Path, ...], *, as_json: bool = Fal
     for path in outputs:
         save(report, path, plot=kind)
         tell(f"Wrote {path}")
+
+
+@click.command(cls=GroupedCommand, examples=["inspect nan.pth"])
+@click.argument("dump", type=DumpPath)
+def inspect(dump: Path) -> None:
+    """Show what is in DUMP, without running any code of it."""
+    from nandoctor.dumps.dump import summarize
+    from nandoctor.dumps.reader import read_dump
+
+    show(summarize(read_dump(dump, as_torch=False)))
+
+
+@click.command(cls=GroupedCommand, examples=["explain", "explain eps-underflow"])
+@click.argument("code", required=False)
+def explain(code: str | None) -> None:
+    """Explain what a cause is, why it happens and how it is fixed; without CODE, list all causes."""
+    from nandoctor.causes.registry import find_page, list_pages
+
+    show(list_pages() if code is None else find_page(code))

@@ -11,6 +11,11 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
+from nandoctor.evidence.codec import to_json
+from nandoctor.step.settings import OPTIONS
+from nandoctor.views.document import document
+from nandoctor.views.terminal import print_document
+
 if TYPE_CHECKING:
     from nandoctor.views.progress import ReplayDisplay
 
@@ -35,8 +40,6 @@ class GroupedCommand(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write one section for each group of options."""
-        from nandoctor.step.settings import OPTIONS
-
         sections: dict[str, list[tuple[str, str]]] = {"Options": []}
         for parameter in self.get_params(ctx):
             record = None if isinstance(parameter, click.Argument) else parameter.get_help_record(ctx)
@@ -71,11 +74,6 @@ def call(function: str, dump: Path, options: dict[str, Any], display: ReplayDisp
 def show(thing: Any, *, as_json: bool = False, num_told: int = 0, **more: Any) -> None:
     """Print the document of anything that a verb found, but the blocks that stand there; or the record as JSON."""
     if as_json:
-        from nandoctor.evidence.codec import to_json
-
         click.echo(to_json(thing))
         return
-    from nandoctor.views.document import document
-    from nandoctor.views.terminal import print_document
-
     print_document(document(thing, **more)[num_told:], OutputConsole(), goes_on=num_told > 0)

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import CancelledError, Executor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -29,11 +29,11 @@ _LEAST_NBYTES = 1 << 30
 _SHARE = 0.9
 
 
-Workers = Callable[[Sequence[Job]], Iterator[JobAnswer]]
-"""Replay the files of a triage: they yield one answer for each job, as they come."""
+Workers = Callable[[Sequence[Job]], Generator[JobAnswer]]
+"""Replay the files of a triage: they yield one answer for each job, as they come, and stop when they are closed."""
 
 
-def _run_in_processes(size: int, memory: int | None, jobs: Sequence[Job]) -> Iterator[JobAnswer]:
+def _run_in_processes(size: int, memory: int | None, jobs: Sequence[Job]) -> Generator[JobAnswer]:
     """Run at most `size` processes at a time, each limited to `memory` bytes; a process that dies costs its own file.
 
     The code of each model gets processes of its own: two projects may have modules of the same name.
@@ -69,7 +69,7 @@ def _run_of_one_code(size: int, memory: int | None, waiting: deque[Job]) -> Iter
             process.kill()
 
 
-def _run_on(executor: Executor, jobs: Sequence[Job]) -> Iterator[JobAnswer]:
+def _run_on(executor: Executor, jobs: Sequence[Job]) -> Generator[JobAnswer]:
     """Give all jobs at once to an executor of the user's, or to that of a cluster."""
     futures = {executor.submit(run_job, job): job for job in jobs}
     for future in as_completed(futures):

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import closing
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from pathlib import Path
@@ -147,10 +148,10 @@ class _TriageRun:
         """Add the result of each file: first those in the folder, then the others as they come from workers."""
         made = [self._make_job(path, fixes=fixes) for path in paths]
         known = (job for job in made if isinstance(job, DumpResult))
-        new = map(self.store.keep, workers([job for job in made if isinstance(job, Job)]))
-        for number, result in enumerate(chain(known, new), 1):
-            results[result.path] = replace(result, run=result.run or brief(str(Path(result.path).parent)))
-            self.progress("Fixes" if fixes else "Diagnosing", number, len(paths))
+        with closing(workers([job for job in made if isinstance(job, Job)])) as answers:
+            for number, result in enumerate(chain(known, map(self.store.keep, answers)), 1):
+                results[result.path] = replace(result, run=result.run or brief(str(Path(result.path).parent)))
+                self.progress("Fixes" if fixes else "Diagnosing", number, len(paths))
 
     def representatives(self) -> list[Path]:
         """Return the files to search for fixes on: one of each group that failed, none if no fixes are wanted."""
