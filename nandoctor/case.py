@@ -25,6 +25,7 @@ from nandoctor.step.settings import ReplayOptions, Settings, StepOptions, anchor
 from nandoctor.step.weights import take_weights
 from nandoctor.verification import tell_if_changed, verify_dump
 from nandoctor.views.commands import command_arguments
+from nandoctor.views.plots.kinds import draw
 from nandoctor.views.save import save
 
 if TYPE_CHECKING:
@@ -235,8 +236,6 @@ class Case:
         Raises:
             NanDoctorError: there is no such kind, or the report lacks the numbers that it shows.
         """
-        from nandoctor.views.plots.kinds import draw
-
         return draw(self.report, kind)
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -16,6 +16,7 @@ from nandoctor.views.blocks import Plot
 from nandoctor.views.document import document
 from nandoctor.views.excerpt import excerpt_lines
 from nandoctor.views.markdown import draw_markdown
+from nandoctor.views.plots.kinds import PLOTS, draw
 
 
 def page_of(thing: Any) -> str:
@@ -32,7 +33,6 @@ def card_of(thing: Any) -> str:
 def _draw_plot(plot: Plot) -> dict[str, Any] | None:
     """Return heading, finding in a sentence, and drawing; None if the report does not have the numbers for it."""
     from nandoctor.views.plots.figures import image_of  # noqa: PLC0415  (imports matplotlib)
-    from nandoctor.views.plots.kinds import PLOTS, draw  # noqa: PLC0415
 
     try:
         figure = draw(plot.report, plot.kind)

@@ -1,6 +1,6 @@
 """Write files atomically, and a record in the format of its file's extension.
 
-Each renderer is imported only when it is needed.
+The page and the plots are imported only when they are needed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from nandoctor.errors import NanDoctorError
+from nandoctor.evidence.codec import to_json
 from nandoctor.text import join_words
+from nandoctor.views.document import document
+from nandoctor.views.markdown import draw_markdown
+from nandoctor.views.plots.kinds import draw
 
 MARK = "nandoctor"
 """A word near the beginning or the end of every file that nandoctor writes."""
@@ -33,21 +37,15 @@ def save(found: Any, path: Path, *, plot: str = "ranges") -> None:
     ending = path.suffix.lower()
     if ending in PICTURE_ENDINGS:
         from nandoctor.views.plots.figures import image_of
-        from nandoctor.views.plots.kinds import draw
 
         write_bytes(image_of(draw(found, plot), ending[1:]), path)
     elif ending == ".json":
-        from nandoctor.evidence.codec import to_json
-
         write_text(f"{to_json(found)}\n", path)
     elif ending == ".html":
         from nandoctor.views.html import page_of
 
         write_text(page_of(found), path)
     else:
-        from nandoctor.views.document import document
-        from nandoctor.views.markdown import draw_markdown
-
         write_text(f"{draw_markdown(document(found, 'page'))}\n<!-- {MARK} -->\n", path)
 
 
