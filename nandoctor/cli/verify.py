@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -25,9 +25,6 @@ from nandoctor.text import plural
 from nandoctor.views.commands import command_for
 from nandoctor.views.fixes import WHERE_TO_RUN, no_fix_heading
 from nandoctor.working_tree import restore_files, write_patch
-
-if TYPE_CHECKING:
-    from nandoctor.case import Case
 
 EXIT_NOTHING_FAILED = 3
 
@@ -85,11 +82,11 @@ def fix(dump: Path, pick: int | None, only_diff: bool, write: bool, as_json: boo
     if only_diff and (write or as_json):
         raise click.UsageError("--diff goes with neither --write nor --json.")
     allow_installed = options.pop("allow_installed")
-    case: Case = call("replay", dump, {**options, "fixes": True})
+    case = call("replay", dump, {**options, "fixes": True})
     if case.finite:
         tell(f"nandoctor: nothing to fix: {case.report.headline}")
         sys.exit(EXIT_NOTHING_FAILED)
-    choice = _choose(case, pick)
+    choice = _choose(case.report, pick)
     if only_diff:
         patch = _patch_of(choice.fix)
         click.echo(patch.diff().encode(), nl=False)
@@ -97,7 +94,7 @@ def fix(dump: Path, pick: int | None, only_diff: bool, write: bool, as_json: boo
             tell(f"Its paths start from {patch.root}: git -C {shlex.quote(patch.root)} apply")
         return
     if write:
-        choice = _write(choice, case, allow_installed=allow_installed)
+        choice = _write(choice, case.report, allow_installed=allow_installed)
     try:
         show(choice, as_json=as_json, report=case.report)
     finally:
@@ -106,10 +103,10 @@ def fix(dump: Path, pick: int | None, only_diff: bool, write: bool, as_json: boo
     sys.exit(0 if choice.verification is None or choice.verification.exit_code == 0 else 1)
 
 
-def _choose(case: Case, pick: int | None) -> FixChoice:
+def _choose(report: Report, pick: int | None) -> FixChoice:
     """Return the fix of that number, from 1: of those that were verified, then of the workarounds if one is named."""
-    report, verified = case.report, [item for item in case.fixes if item.verified]
-    workarounds = [] if pick is None else [item for item in case.fixes if item.workaround is not None]
+    verified = [item for item in report.fixes if item.verified]
+    workarounds = [] if pick is None else [item for item in report.fixes if item.workaround is not None]
     choices, pick = [*verified, *workarounds], pick or 1
     if not choices:
         found = f"{no_fix_heading(report)}. {report.headline}."
@@ -134,12 +131,12 @@ def _patch_of(chosen: Fix) -> SourcePatch:
     return SourcePatch(root=chosen.patch_root or ".", files=chosen.files)
 
 
-def _write(choice: FixChoice, case: Case, *, allow_installed: bool) -> FixChoice:
+def _write(choice: FixChoice, report: Report, *, allow_installed: bool) -> FixChoice:
     """Write the files, and replay the step in a new process; restore the files unless the step passes."""
     files = write_patch(_patch_of(choice.fix).files, allow_installed=allow_installed)
     names, passes = tuple(str(file.path) for file in files), False
     try:
-        verification = _verify_afresh(case.report, names)
+        verification = _verify_afresh(report, names)
         passes = verification.exit_code == 0
     finally:
         if not passes:

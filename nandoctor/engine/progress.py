@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from nandoctor.evidence.report import Report
+from nandoctor.evidence.report import Report
 
 Progress = Callable[[str, int, int | None], None]
 """Called with (stage, module calls done, module calls in all or None if that is not known yet)."""

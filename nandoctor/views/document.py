@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from nandoctor.views.blocks import Block, Level
+from nandoctor.views.blocks import Block, Level
 
 _DOCUMENTS = {
     "Report": ("report", "report_document"),

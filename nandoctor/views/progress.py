@@ -6,19 +6,17 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from nandoctor.engine.progress import Listener
+from nandoctor.evidence.report import Report
 from nandoctor.text import plural, printable
 from nandoctor.views.document import document
 from nandoctor.views.terminal import print_document
-
-if TYPE_CHECKING:
-    from nandoctor.evidence.report import Report
 
 _SEARCH = "Fixes"
 _BAR_WIDTH = 6

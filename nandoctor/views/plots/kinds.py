@@ -10,12 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from nandoctor.errors import NanDoctorError
+from nandoctor.evidence.report import Report
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from nandoctor.evidence.report import Report
-
 
 PLOTS: Mapping[str, tuple[str, str]] = {
     "ranges": ("Ranges of every layer", "what every layer's values span, against what the format can hold"),
