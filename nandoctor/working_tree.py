@@ -1,10 +1,9 @@
-"""Applies a fix to the working tree, all files or none, and takes it back if it does not help."""
+"""Applies a fix to the working tree, all files or none, so that it can be taken back if it does not help."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
 from importlib.util import cache_from_source
 from pathlib import Path
 
@@ -14,37 +13,25 @@ from nandoctor.source_files import PACKAGE_FOLDERS, decode_source
 from nandoctor.views.save import write_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PatchedFile:
-    """One file: its bytes before and after the patch."""
+def write_patch(files: Sequence[ChangedFile], undo: ExitStack, *, allow_installed: bool = False) -> tuple[str, ...]:
+    """Write all files, once each was read and found as it was, and return their paths; `undo` restores them.
 
-    path: Path
-    before: bytes
-    after: bytes
-
-
-def write_patch(files: Sequence[ChangedFile], *, allow_installed: bool = False) -> tuple[PatchedFile, ...]:
-    """Write all files, once each was read and found as it was; if one cannot be written, restore those before it.
+    A file that was changed in the meantime is then left alone.
 
     Raises:
         NanDoctorError: a file is missing, has changed since or is not text, or it belongs to an installed package and
             `allow_installed` is not set; or it cannot be written.
     """
-    planned = tuple(_plan_file(file, allow_installed) for file in files)
-    try:
-        for file in planned:
-            _write(file.after, file.path)
-    except BaseException:
-        restore_files(planned)
-        raise
-    return planned
+    planned = [_plan_file(file, allow_installed) for file in files]
+    for path, before, after in planned:
+        undo.callback(_restore, path, before, after)
+        _write(after, path)
+    return tuple(str(path) for path, *_ in planned)
 
 
-def restore_files(files: Sequence[PatchedFile]) -> None:
-    """Undo `write_patch`; a file that was changed in the meantime is left alone."""
-    for file in files:
-        if file.path.is_file() and file.path.read_bytes() == file.after:
-            _write(file.before, file.path)
+def _restore(path: Path, before: bytes, after: bytes) -> None:
+    if path.is_file() and path.read_bytes() == after:
+        _write(before, path)
 
 
 def _write(source: bytes, path: Path) -> None:
@@ -54,7 +41,8 @@ def _write(source: bytes, path: Path) -> None:
         Path(cache_from_source(path)).unlink()
 
 
-def _plan_file(file: ChangedFile, allow_installed: bool) -> PatchedFile:
+def _plan_file(file: ChangedFile, allow_installed: bool) -> tuple[Path, bytes, bytes]:
+    """Return the file's path, and its bytes before and after the change."""
     path = Path(file.path).resolve()
     if not allow_installed and not PACKAGE_FOLDERS.isdisjoint(path.parts):
         raise NanDoctorError(
@@ -73,4 +61,4 @@ def _plan_file(file: ChangedFile, allow_installed: bool) -> PatchedFile:
             f"{path} is not as it was when the fix was found.",
             remedy="Run nandoctor fix again: it reads the file anew.",
         )
-    return PatchedFile(path=path, before=before, after=file.after.encode(encoding))
+    return path, before, file.after.encode(encoding)

@@ -2,13 +2,14 @@
 
 import py_compile
 import stat
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.edits import ChangedFile
-from nandoctor.working_tree import restore_files, write_patch
+from nandoctor.working_tree import write_patch
 
 BEFORE = "".join(f"line {number}\n" for number in range(1, 21))
 
@@ -22,10 +23,10 @@ def test_a_written_file_has_no_bytecode_of_its_old_text(tmp_path):
     path = tmp_path / "eps.py"
     path.write_text("EPS = 1e-8\n")
     compiled = Path(py_compile.compile(str(path)))
-    files = write_patch([change_of(path, "EPS = 1e-8\n", "EPS = 1e-4\n")])
-    assert not compiled.exists()  # it is valid by the size of the file, and if that was written in the same second
-    py_compile.compile(str(path))
-    restore_files(files)
+    with ExitStack() as undo:
+        write_patch([change_of(path, "EPS = 1e-8\n", "EPS = 1e-4\n")], undo)
+        assert not compiled.exists()  # it is valid by the size of the file, and if that was written in the same second
+        py_compile.compile(str(path))
     assert not compiled.exists()
 
 
@@ -38,7 +39,7 @@ def test_line_endings_and_permissions_are_the_files_own(tmp_path, before):
     path = tmp_path / "net.py"
     path.write_bytes(before.encode())
     path.chmod(0o755)
-    write_patch([change_of(path, before)])
+    write_patch([change_of(path, before)], ExitStack())
     assert path.read_bytes() == before.replace("line 7", "seven").encode()
     assert stat.S_IMODE(path.stat().st_mode) == 0o755
 
@@ -47,7 +48,7 @@ def test_a_file_that_has_changed_is_not_touched(tmp_path):
     for now in ("line 0\n" + BEFORE, BEFORE.replace("line 8\n", "eight\n"), "line 1\n", ""):
         (tmp_path / "net.py").write_text(now)
         with pytest.raises(NanDoctorError, match="not as it was"):
-            write_patch([change_of(tmp_path / "net.py")])
+            write_patch([change_of(tmp_path / "net.py")], ExitStack())
         assert (tmp_path / "net.py").read_text() == now
 
 
@@ -57,8 +58,8 @@ def test_installed_packages_are_left_alone_unless_told(tmp_path):
     (folder / "net.py").write_text(BEFORE)
     change = change_of(folder / "net.py")
     with pytest.raises(NanDoctorError, match="belongs to an installed package"):
-        write_patch([change])
-    assert len(write_patch([change], allow_installed=True)) == 1
+        write_patch([change], ExitStack())
+    assert len(write_patch([change], ExitStack(), allow_installed=True)) == 1
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe"], ids=["missing", "no text"])
@@ -66,7 +67,7 @@ def test_what_cannot_be_read_is_told(tmp_path, content):
     if content is not None:
         (tmp_path / "net.py").write_bytes(content)
     with pytest.raises(NanDoctorError, match="cannot be read"):
-        write_patch([change_of(tmp_path / "net.py", after="")])
+        write_patch([change_of(tmp_path / "net.py", after="")], ExitStack())
 
 
 def test_several_files_are_written_together_or_not_at_all(tmp_path, monkeypatch):
@@ -74,10 +75,10 @@ def test_several_files_are_written_together_or_not_at_all(tmp_path, monkeypatch)
     for name in names:
         (tmp_path / name).write_text(BEFORE)
     changes = [change_of(tmp_path / name) for name in names]
-    files = write_patch(changes)
-    assert all("seven" in (tmp_path / name).read_text() for name in names)
-    (tmp_path / "b.py").write_text("edited since\n")
-    restore_files(files)
+    with ExitStack() as undo:
+        write_patch(changes, undo)
+        assert all("seven" in (tmp_path / name).read_text() for name in names)
+        (tmp_path / "b.py").write_text("edited since\n")
     assert [(tmp_path / name).read_text() for name in names] == [BEFORE, "edited since\n"]
 
     (tmp_path / "b.py").write_text(BEFORE)
@@ -88,6 +89,6 @@ def test_several_files_are_written_together_or_not_at_all(tmp_path, monkeypatch)
         path.write_bytes(data)
 
     monkeypatch.setattr("nandoctor.working_tree.write_bytes", full_disk)
-    with pytest.raises(NanDoctorError, match="No space"):
-        write_patch(changes)
+    with pytest.raises(NanDoctorError, match="No space"), ExitStack() as undo:
+        write_patch(changes, undo)
     assert [(tmp_path / name).read_text() for name in names] == [BEFORE, BEFORE]

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from nandoctor.evidence.verification import FixChoice, Verification, cannot_tell
 from nandoctor.text import plural
 from nandoctor.views.commands import command_for
 from nandoctor.views.fixes import WHERE_TO_RUN, no_fix_heading
-from nandoctor.working_tree import restore_files, write_patch
+from nandoctor.working_tree import write_patch
 
 EXIT_NOTHING_FAILED = 3
 
@@ -133,15 +134,13 @@ def _patch_of(chosen: Fix) -> SourcePatch:
 
 def _write(choice: FixChoice, report: Report, *, allow_installed: bool) -> FixChoice:
     """Write the files, and replay the step in a new process; restore the files unless the step passes."""
-    files = write_patch(_patch_of(choice.fix).files, allow_installed=allow_installed)
-    names, passes = tuple(str(file.path) for file in files), False
-    try:
+    with ExitStack() as undo:
+        names = write_patch(_patch_of(choice.fix).files, undo, allow_installed=allow_installed)
         verification = _verify_afresh(report, names)
-        passes = verification.exit_code == 0
-    finally:
-        if not passes:
-            restore_files(files)
-    return replace(choice, written=names if passes else (), verification=verification)
+        if verification.exit_code == 0:
+            undo.pop_all()
+            choice = replace(choice, written=names)
+    return replace(choice, verification=verification)
 
 
 def _verify_afresh(report: Report, changed: Sequence[str]) -> Verification:
