@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from typing import Any, ClassVar, Literal
 
-from nandoctor.changes.expression import Expression
+from nandoctor.changes.editor import Editor
+from nandoctor.changes.expression import Expression, operator_of
 from nandoctor.changes.places import cell_name, place_of
 from nandoctor.changes.running_op import RunningOp
 from nandoctor.changes.source_tree import CannotWriteError, SourceTree
@@ -163,10 +164,9 @@ class KeepLines(SingleEdit):
             change, statement = source.file(line.file), _statement_at(source, line)
             names = _widen_names(source, line, statement, method=method, wide=made)
             if line is self.lines[-1]:
-                value = statement.value if isinstance(statement, ast.Assign | ast.Return) else None
-                if value is None or not (names or made):
+                if not (names or made):
                     raise CannotWriteError
-                change.replace(value, f"{change.operand(value)}.{self._back(change.tree, names)}")
+                _cast_result(change, statement, self._back(change.tree, names))
             made |= {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and _is_assigned(node)}
 
     def _back(self, tree: SourceTree, names: Collection[ast.expr]) -> str:
@@ -176,6 +176,17 @@ class KeepLines(SingleEdit):
         if not names:
             raise CannotWriteError
         return f"to({tree.code(min(names, key=lambda name: (name.lineno, name.col_offset)))}.dtype)"
+
+
+def _cast_result(change: Editor, statement: ast.stmt, call: str) -> None:
+    """Call a method of what a statement assigns or returns."""
+    if isinstance(statement, ast.AugAssign):
+        target, value = change.code(statement.target), change.operand(statement.value)
+        change.replace(statement, f"{target} = ({target} {operator_of(statement)} {value}).{call}")
+    elif isinstance(statement, ast.Assign | ast.Return) and statement.value is not None:
+        change.replace(statement.value, f"{change.operand(statement.value)}.{call}")
+    else:
+        raise CannotWriteError
 
 
 def _is_assigned(node: ast.Name) -> bool:
