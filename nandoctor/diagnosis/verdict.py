@@ -9,7 +9,7 @@ from textwrap import shorten
 
 from nandoctor.diagnosis.conclusion import Conclusion, Findings, Gap, conclude
 from nandoctor.diagnosis.run_summary import outputs_differ, relative_error
-from nandoctor.evidence.dump_summary import ArraySummary, DumpSummary, SavedFlags
+from nandoctor.evidence.dump_summary import NO_TARGET, ArraySummary, DumpSummary, SavedFlags
 from nandoctor.evidence.formats import FP8_E4M3, FP8_E5M2, FP32, FloatFormat
 from nandoctor.evidence.report import Diagnosis, FirstNonfinite, Reproduction
 from nandoctor.evidence.trace import OpCall, SourceLine, Trace, describe_run
@@ -316,7 +316,8 @@ def advise(
     if verdict == "state" and built and not _damaged(dump, built):
         return ("Look at the code that builds the model: its state is non-finite before any weights are loaded.",)
     if verdict == "cannot-tell":
-        return tuple(dict.fromkeys([*(gap.remedy for gap in gaps), *dump.missing]))
+        lacking = (text for text in dump.missing if text != NO_TARGET or not has_loss)
+        return tuple(dict.fromkeys([*(gap.remedy for gap in gaps), *lacking]))
     advice = _HEALTHY_WITH_LOSS if verdict == "healthy" and has_loss else _ADVICE.get(verdict)
     advice = _FAILED_AFTER if verdict == "not-reproduced" and has_loss and same_output else advice
     return (*([advice] if advice else []), *(dump.missing if verdict == "not-reproduced" else ()))

@@ -14,7 +14,7 @@ from nandoctor.dumps.optimizer_state import SecondMoment
 from nandoctor.dumps.recorded_format import FORMAT, Recorded
 from nandoctor.dumps.signature import Provenance
 from nandoctor.dumps.stored_tensor import StoredTensor
-from nandoctor.evidence.dump_summary import ArraySummary, DumpSummary, Layout, Role, SavedFlags
+from nandoctor.evidence.dump_summary import NO_TARGET, ArraySummary, DumpSummary, Layout, Role, SavedFlags
 from nandoctor.text import brief, brief_list, dtype_name, plural
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def _missing(dump: Dump, arrays: tuple[ArraySummary, ...], bad_buffers: tuple[Ar
     if not roles & {"output", "unknown"}:  # the output may have any name
         yield "No output: a replay cannot be checked against it. Next time add 'logit': output.detach().cpu()."
     if "target" not in roles:
-        yield "No target: the loss and the backward pass cannot be replayed. Next time add 'target': target.cpu()."
+        yield NO_TARGET
     if not dump.rng_states:
         yield (
             "No random state: dropout draws different masks in a replay. Next time add 'rng_state': "

@@ -77,9 +77,10 @@ class Exposing:
             for path, tensor in _list_state(self.step.model)
             if self._shows(f"kept.{path}", _is_new, tensor, *before.get(path, (None, 0)))
         }
-        for path, weight in self.step.model.named_parameters():
-            if self._shows(f"kept.{path}", lambda kept: not all_finite(kept), weight):
-                kept[path] = weight
+        with plain_torch():
+            for path, held in (*self.step.model.named_parameters(), *self.step.model.named_buffers()):
+                if self._shows(f"kept.{path}", lambda kept: not all_finite(kept), held):
+                    kept[path] = held
         return Exposed(output, kept, self._taken)
 
     def _shows(self, path: str, could_hide: Callable[..., bool], *given: Any) -> bool:

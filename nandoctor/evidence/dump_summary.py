@@ -8,6 +8,7 @@ from typing import Literal
 
 from nandoctor.evidence.trace import TensorStats
 
+NO_TARGET = "No target: the loss and the backward pass cannot be replayed. Next time add 'target': target.cpu()."
 Role = Literal["input", "target", "output", "unknown"]
 Layout = Literal["plain", "weights-only", "batch-only", "nandoctor.dump/1"]
 

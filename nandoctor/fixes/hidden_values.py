@@ -72,7 +72,8 @@ def _look(step: FailingStep, findings: Findings) -> Findings:
     whole = exposing.exposed.run(watch=CLOSELY).trace
     reference = Exposing(step=step).exposed.run(REFERENCE, CLOSELY).trace
     hidden = {stats.path: stats for stats in whole.output if not stats.finite}
-    left = [path for path, held in hidden.items() if path.startswith("kept.") and _is_unmeant(held, whole, reference)]
+    left = [path for path in hidden if path.startswith("kept.") and path.removeprefix("kept.") not in whole.buffers]
+    left = [path for path in left if _is_unmeant(hidden[path], whole, reference)]
     kept = _may_be_read(step, left)
     idle = [path for path in left if path not in kept]
     if step.loss is not None:
