@@ -42,8 +42,8 @@ def describe_search(
     elif ranked and not verified:
         yield f"No change helped: {plural(len(ranked), 'change')} tried. {_describe_failures(ranked)}"
     is_of_this_batch = findings.verdict == "numerics" and all(item.kind == "data" for item in verified)
-    if ranked and (not verified or is_of_this_batch) and (by_hand := _by_hand(findings)):
-        yield by_hand
+    if ranked and (not verified or is_of_this_batch) and (advice := by_hand(findings)):
+        yield advice
 
 
 def _describe_failures(tried: Sequence[Fix]) -> str:
@@ -74,14 +74,15 @@ def describe_none(findings: Findings, model: nn.Module) -> str:
         why = f"non-finite values are made in more than {MAX_LEADS} places of the code"
     else:
         why = f"no change of this code is known that keeps its meaning ({reason})"
-    by_hand = _by_hand(findings)
-    return f"No change was found to try: {why}.{f' {by_hand}' if by_hand else ''}"
+    advice = by_hand(findings)
+    return f"No change was found to try: {why}.{f' {advice}' if advice else ''}"
 
 
-def _by_hand(findings: Findings) -> str:
-    """Return what the cause's page advises; "" if the cause has better advice, or if it is fp32, which fails too."""
+def by_hand(findings: Findings) -> str:
+    """Return what the cause's page advises, without fp32 if that fails too; "" if the cause has better advice."""
     cause = next((diagnosis.cause for diagnosis in findings.conclusion.diagnoses[:1]), None)
-    is_told = cause is None or any(item.name == STABLE_FORM for item in cause.evidence)
-    advice = "" if cause is None or is_told else dict(find_page(cause.code).sections)["Fix"]
-    is_of_use = advice and not (findings.verdict == "numerics" and str(FP32) in advice)
-    return f"By hand: {advice}" if is_of_use else ""
+    if cause is None or any(item.name == STABLE_FORM for item in cause.evidence):
+        return ""
+    sentences = dict(find_page(cause.code).sections)["Fix"].removesuffix(".").split(". ")
+    of_use = [text for text in sentences if findings.verdict != "numerics" or str(FP32) not in text]
+    return f"By hand: {'. '.join(of_use)}." if of_use else ""

@@ -36,7 +36,7 @@ from nandoctor.fixes.candidates import (
 from nandoctor.fixes.fp32_sets import Kept, refine, search_fp32_sets
 from nandoctor.fixes.later_origins import LaterOrigins, find_later_origins
 from nandoctor.fixes.meaning import Meaning
-from nandoctor.fixes.notes import describe_none, describe_search, distance_of
+from nandoctor.fixes.notes import by_hand, describe_none, describe_search, distance_of
 from nandoctor.fixes.program_errors import find_program_error
 from nandoctor.fixes.proof import Verifier
 from nandoctor.fixes.verify import Judgement, Trials
@@ -115,7 +115,8 @@ def _is_only_upstream(edit: Edit, findings: Findings) -> bool:
 def _fix_optimizer(report: Report, step: FailingStep, findings: Findings, budget: TrialBudget) -> Report:
     """Keep the weights in fp32, and with them the optimizer's state; or use an eps that its format holds."""
     if not any(diagnosis.cause and diagnosis.cause.code == _EPS_LOST for diagnosis in findings.conclusion.diagnoses):
-        return replace(report, search_notes=("No fix was tried: an optimizer's own code is not changed.",))
+        told = f"No fix was tried: an optimizer's own code is not changed. {by_hand(findings)}".rstrip()
+        return replace(report, search_notes=(told,))
     search = _Search(step, findings, budget)
     with suppress(BudgetSpent):
         if any(slot.eps for slot in findings.slots):  # an eps of 0 is 0 in fp32 too
