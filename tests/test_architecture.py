@@ -34,20 +34,20 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_662, "tests": 30_936, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_693, "tests": 30_936, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_933,
     "autocast": 822,
     "capture": 2_590,
     "causes": 2_659,
-    "changes": 3_220,
+    "changes": 3_231,
     "cli": 793,
-    "diagnosis": 1_954,
+    "diagnosis": 1_955,
     "dumps": 3_161,
-    "engine": 3_118,
-    "evidence": 1_701,
-    "fixes": 3_854,
+    "engine": 3_119,
+    "evidence": 1_702,
+    "fixes": 3_871,
     "fleet": 711,
     "repro_scripts": 650,
     "step": 3_113,
