@@ -13,7 +13,7 @@ from nandoctor.autocast.policy import LOW_DTYPES
 from nandoctor.changes.running_op import RunningOp
 from nandoctor.evidence.edits import OpSite, SingleEdit
 from nandoctor.evidence.trace import LOSS, Place, SourceLine
-from nandoctor.ops import CASTS
+from nandoctor.ops import CASTS, UNFILLED
 from nandoctor.torch_compat import tree_tensors, without_autocast
 from nandoctor.tracing.dispatch_hook import Invocation, Proceed, find_lines
 from nandoctor.tracing.op_analysis import full_rows
@@ -102,9 +102,12 @@ class _Running:
         return self._proceed(call)
 
     def run_in_fp32(self) -> Any:
-        """A composite op passes its operand's dtype on, as cross_entropy does to log_softmax."""
+        """A composite op passes its operand's dtype on, as cross_entropy does to log_softmax.
+
+        Memory keeps its format: `torch.tensor` asks for it, and then writes numbers of that format into it.
+        """
         wide = self._call.mapped(widen)
-        if self.name not in CASTS and self.argument("dtype") in LOW_DTYPES:
+        if self.name not in CASTS | UNFILLED and self.argument("dtype") in LOW_DTYPES:
             wide = wide.with_argument("dtype", torch.float32)
         with without_autocast():
             return self._proceed(wide)

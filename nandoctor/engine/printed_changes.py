@@ -109,9 +109,10 @@ def _functions_with(keys: Container[tuple[object, ...]], reachable: Iterable[Fun
     """
     known = list({id(function): function for function in reachable}.values())
     wanted = {id(code): code for function in known for code in _all_codes(function.__code__) if _key(code) in keys}
-    if _are_the_only_holders(known, wanted):
-        return [function for function in known if id(function.__code__) in wanted]
-    return [item for item in gc.get_referrers(*wanted.values()) if type(item) is FunctionType]
+    found = [function for function in known if id(function.__code__) in wanted]
+    # The referrers lack what was frozen by `gc.freeze()`, as a server or a test session does.
+    more = () if _are_the_only_holders(known, wanted) else gc.get_referrers(*wanted.values())
+    return [*found, *(item for item in more if type(item) is FunctionType and item not in found)]
 
 
 def _all_codes(code: CodeType) -> Iterator[CodeType]:

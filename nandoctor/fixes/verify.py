@@ -37,6 +37,7 @@ from nandoctor.fixes.agreement import (
 from nandoctor.fixes.budget import BudgetSpent, TrialBudget
 from nandoctor.fixes.variations import surrogate_loss
 from nandoctor.machine import is_out_of_memory
+from nandoctor.ops import UNFILLED
 from nandoctor.tracing.dispatch_hook import Invocation, Proceed
 from nandoctor.tracing.tensor_stats import all_finite, has_nonfinite
 
@@ -318,7 +319,7 @@ class Trials:
 
         def look(_: object, call: Invocation, proceed: Proceed) -> Any:
             made = proceed(call)
-            if not seen and has_nonfinite(made, but_masks=True):
+            if not seen and call.name not in UNFILLED and has_nonfinite(made, but_masks=True):
                 seen.append(True)
             return made
 
