@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, Literal
 
@@ -86,11 +86,8 @@ class ClampArgument(SingleEdit):
         """The upper bound of an exponent."""
         return self.high if self.site.op in EXPONENTIALS and self.argument != "exponent" else None
 
-    def on_ops(self) -> Iterator[tuple[OpSite, Callable[[RunningOp], Any]]]:
+    def run(self, op: RunningOp) -> Any:
         """Run the op with the argument clamped, or clamp its result."""
-        yield self.site, self._run
-
-    def _run(self, op: RunningOp) -> Any:
         if self.argument:
             given = op.argument(self.argument)
             return op.run() if given is None else op.run(**{self.argument: self._clamped(given)})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 import math
-from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Literal
 
 from nandoctor.changes.places import in_place, place_of
@@ -42,11 +41,8 @@ class SetArgument(SingleEdit):
         what = "an eps of " if self.value is not None and 0 < self.was <= LARGEST_EPS else ""
         return f"Use {what}{new} instead of {constant(self.was)} in {place_of(self.site) or self.site.op}"
 
-    def on_ops(self) -> Iterator[tuple[OpSite, Callable[[RunningOp], Any]]]:
+    def run(self, op: RunningOp) -> Any:
         """Run the op with the new number."""
-        yield self.site, self._run
-
-    def _run(self, op: RunningOp) -> Any:
         was = op.number(self.argument)
         if was is None or not math.isclose(was, self.was, rel_tol=_CLOSE):
             return op.run()
@@ -87,9 +83,9 @@ class SetFlag(SingleEdit):
         """The call with the flag."""
         return f"Call {self.site.op} with {self.argument}=True{in_place(self.site)}"
 
-    def on_ops(self) -> Iterator[tuple[OpSite, Callable[[RunningOp], Any]]]:
+    def run(self, op: RunningOp) -> Any:
         """Run the op with the flag."""
-        yield self.site, lambda op: op.run(**{self.argument: True})
+        return op.run(**{self.argument: True})
 
     def write(self, source: SourceWriter) -> None:
         """Add the keyword to the call."""

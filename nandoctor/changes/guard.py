@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
 from functools import reduce
 from operator import or_
 from typing import Any, ClassVar, Literal
@@ -58,11 +57,8 @@ class GuardArgument(SingleEdit):
         """The edges of the domain that are guarded."""
         return edges_kept_off(self.site.op, self.argument, self.low, self.high)
 
-    def on_ops(self) -> Iterator[tuple[OpSite, Callable[[RunningOp], Any]]]:
+    def run(self, op: RunningOp) -> Any:
         """Run the op on safe values, and put 0 where they are."""
-        yield self.site, self._run
-
-    def _run(self, op: RunningOp) -> Any:
         given = op.argument(self.argument)
         if not is_tensor(given):
             return op.run()

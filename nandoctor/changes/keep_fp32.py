@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from typing import Any, ClassVar, Literal
 
@@ -99,11 +99,8 @@ class KeepOp(SingleEdit):
         """True if the whole line is kept in fp32."""
         return self.site.source is not None and self.site.source.column is None
 
-    def on_ops(self) -> Iterator[tuple[OpSite, Callable[[RunningOp], Any]]]:
+    def run(self, op: RunningOp) -> Any:
         """Run the op on wide operands; a cast to low precision gives its operand in fp32."""
-        yield self.site, self._run
-
-    def _run(self, op: RunningOp) -> Any:
         made = op.run_in_fp32()
         if op.name in CASTS and str(getattr(made, "dtype", "")) in ("torch.float16", "torch.bfloat16"):
             _, taken = op.tensors()[0]  # the cast itself is the failing op

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Literal
 
 from nandoctor.changes.definitions import Definitions
@@ -46,11 +45,8 @@ class MaskFirst(SingleEdit):
         safe, later = constant(self.safe), place_of(self.mask)
         return f"Give {self.site.op}{in_place(self.site)} the argument {safe} where {later} masks its result"
 
-    def on_ops(self) -> Iterator[tuple[OpSite, Callable[[RunningOp], Any]]]:
+    def run(self, op: RunningOp) -> Any:
         """Run the op on `safe` where it or its derivative is infinite: a stand-in, to see what fails besides."""
-        yield self.site, self._run
-
-    def _run(self, op: RunningOp) -> Any:
         given, made, domain = op.argument(self.argument), op.run(), DOMAINS.get(self.site.op)
         if op.is_mutable or not is_tensor(given):
             return made

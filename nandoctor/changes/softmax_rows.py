@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Literal
 
 from nandoctor.changes.expression import Expression
@@ -31,9 +30,15 @@ class UnmaskRows(SingleEdit):
         """What happens to the rows."""
         return "Unmask the fully masked rows, and set their result to 0"
 
-    def on_ops(self) -> Iterator[tuple[OpSite, Callable[[RunningOp], Any]]]:
+    def run(self, op: RunningOp) -> Any:
         """Run the op with its fully masked rows unmasked."""
-        yield self.site, _run_unmasked
+        closed = op.full_rows()
+        if closed is None:
+            return op.run()
+        name = "attn_mask" if op.name == _ATTENTION else "self"
+        given = op.argument(name)
+        opened = given.masked_fill(closed, 0.0) if given.is_floating_point() else given | closed
+        return op.run(**{name: opened}).masked_fill(closed, 0.0)
 
     def write(self, source: SourceWriter) -> None:
         """Write the same along the softmax's own dimension."""
@@ -46,16 +51,6 @@ class UnmaskRows(SingleEdit):
         before = f"{name} = torch.isneginf({change.code(scores)}).all({_dim_of(expression)}, keepdim=True)"
         opened = change.code(expression.node, {scores: f"{change.operand(scores)}.masked_fill({name}, 0.0)"})
         change.replace(expression.node, f"{opened}.masked_fill({name}, 0.0)", (before,))
-
-
-def _run_unmasked(op: RunningOp) -> Any:
-    closed = op.full_rows()
-    if closed is None:
-        return op.run()
-    name = "attn_mask" if op.name == _ATTENTION else "self"
-    given = op.argument(name)
-    opened = given.masked_fill(closed, 0.0) if given.is_floating_point() else given | closed
-    return op.run(**{name: opened}).masked_fill(closed, 0.0)
 
 
 def _write_attention(expression: Expression) -> None:

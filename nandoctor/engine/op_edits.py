@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from nandoctor.autocast.policy import LOW_DTYPES
-from nandoctor.changes.running_op import RunningOp
 from nandoctor.evidence.edits import OpSite, SingleEdit
 from nandoctor.evidence.trace import LOSS, Place, SourceLine
 from nandoctor.ops import CASTS, UNFILLED
@@ -26,23 +25,28 @@ def widen(value: Any) -> Any:
     return tree_map(lambda it: it.float() if isinstance(it, torch.Tensor) and it.dtype in LOW_DTYPES else it, value)
 
 
+def changes_ops(edit: SingleEdit) -> bool:
+    """Return True if a run can make the edit at the ops of its sites."""
+    return type(edit).run is not SingleEdit.run
+
+
 class OpEdits:
     """The edits among `edits` that change single ops; `owner` returns the running module call."""
 
     def __init__(self, edits: Sequence[SingleEdit], owner: Callable[[], Place]) -> None:
         self._owner = owner
         self._counts: Counter[tuple[Place, str]] = Counter()
-        self.changes = [(edit, site, change) for edit in edits for site, change in edit.on_ops()]
+        self.changes = [(edit, site) for edit in edits if changes_ops(edit) for site in edit.sites]
 
     def handle(self, call: Invocation, proceed: Proceed) -> Any:
         """Run one op, with the edits that apply to it."""
         owner = self._owner()
         run = proceed
-        for edit, site, change in self.changes:
+        for edit, site in self.changes:
             # An in-place op can return neither a tensor of another dtype nor another tensor than its argument.
             possible = not call.signature.is_mutable or edit.works_in_place(has_out=bool(call.signature.written))
             if possible and self._is_meant(site, call, owner):
-                run = partial(_run_changed, change, proceed=run)
+                run = partial(_run_changed, edit, proceed=run)
         output = run(call)
         # Counted as by the op tracer, which skips ops without a floating-point output.
         if any(format_of(leaf.dtype) for leaf in tree_tensors(output)):
@@ -59,8 +63,8 @@ class OpEdits:
         return is_there and _is_at(site.source)
 
 
-def _run_changed(change: Callable[[RunningOp], Any], call: Invocation, proceed: Proceed) -> Any:
-    return change(_Running(call, proceed))
+def _run_changed(edit: SingleEdit, call: Invocation, proceed: Proceed) -> Any:
+    return edit.run(_Running(call, proceed))
 
 
 def _is_at(source: SourceLine) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -29,17 +29,13 @@ class _MakeFinite(SingleEdit):
 
     site: OpSite
 
-    def on_ops(self) -> Iterator[tuple[OpSite, Callable[[RunningOp], Any]]]:
-        yield self.site, _run_finite
+    def run(self, op: RunningOp) -> Any:
+        taken = [values for _, tensor in op.tensors() if (values := numbers_in(tensor)) is not None]
+        given = [values.clone() for values in taken if not all_finite(values)]  # before it is written to
+        return tree_map(partial(_made_finite, op, given), op.run())
 
     def works_in_place(self, *, has_out: bool) -> bool:
         return True
-
-
-def _run_finite(op: RunningOp) -> Any:
-    taken = [values for _, tensor in op.tensors() if (values := numbers_in(tensor)) is not None]
-    given = [values.clone() for values in taken if not all_finite(values)]  # before it is written to
-    return tree_map(partial(_made_finite, op, given), op.run())
 
 
 def _made_finite(op: RunningOp, given: Sequence[torch.Tensor], value: Any) -> Any:

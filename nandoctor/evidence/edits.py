@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import io
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast, dataclass_transform
@@ -79,9 +79,9 @@ class SingleEdit:
         """What the change replaces although the formula gives it, "" if it is to leave all such values."""
         return ""
 
-    def on_ops(self) -> Iterator[tuple[OpSite, Callable[[RunningOp], Any]]]:
-        """Yield the sites of the ops that a run changes, each with what returns the op's result instead."""
-        yield from ()
+    def run(self, op: RunningOp) -> Any:
+        """Run an op of one of the sites with the change; a kind without it changes no op as it is called."""
+        return op.run()
 
     def works_in_place(self, *, has_out: bool) -> bool:
         """Return True if an op that writes to an argument still writes to it with the change; `has_out`: by `out=`."""

@@ -351,10 +351,7 @@ class _MoveZeros(SingleEdit):
     site: OpSite
     by: float
 
-    def on_ops(self) -> Iterator[tuple[OpSite, Callable[[RunningOp], Any]]]:
-        yield self.site, self._run
-
-    def _run(self, op: RunningOp) -> Any:
+    def run(self, op: RunningOp) -> Any:
         return tree_map(self._off_zero, op.run())
 
     def _off_zero(self, made: Any) -> Any:

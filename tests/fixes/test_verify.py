@@ -150,8 +150,8 @@ class Detached(SingleEdit):
 
     site: OpSite
 
-    def on_ops(self):
-        yield self.site, lambda op: op.run(**{"self": op.argument("self").detach()})
+    def run(self, op):
+        return op.run(**{"self": op.argument("self").detach()})
 
 
 class TwoWays(nn.Module):
