@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from nandoctor.changes.empty_average import write_zero
 from nandoctor.changes.expression import Expression
 from nandoctor.changes.places import ancestors, in_place
-from nandoctor.changes.probes import edges_kept_off, text_at_edges, text_past_bound
+from nandoctor.changes.probes import edges_kept_off
 from nandoctor.changes.running_op import RunningOp, is_tensor
 from nandoctor.changes.source_tree import FUNCTIONS, CannotWriteError, name_called
 from nandoctor.changes.source_writer import SourceWriter
@@ -135,7 +135,7 @@ class ClampArgument(SingleEdit):
         is_written = self.argument == "self" and name_called(expression.node).endswith("_")  # not to a copy of it
         if not isinstance(target, ast.expr) or is_written:
             raise CannotWriteError
-        taken = self.probed(source, expression.editor.code(target))
+        taken = source.probed(self, expression.editor.code(target))
         if source.probe is not None and source.probe.alone:
             expression.editor.replace(target, taken)
         elif self.keeps_sign and self.low is not None:
@@ -158,13 +158,6 @@ class ClampArgument(SingleEdit):
         low = constant(self.low)
         is_near = f"{first} == 0" if self.low == 1 else f"{first}.abs() < {low}"  # a count below 1 is 0
         expression.editor.replace(target, f"torch.where({is_near}, {low}, {again})", before)
-
-    def probed(self, source: SourceWriter, text: str) -> str:
-        """Return the text of the argument, moved to an edge or past the bound if the writer probes that."""
-        to = source.probe.to if source.probe is not None else None
-        if to == "edge" and self.edges:
-            return text_at_edges(text, self.site.op, self.edges)
-        return text_past_bound(text, self.bound) if to == "bound" and self.bound is not None else text
 
 
 def _argument_in_words(op: str, argument: str) -> str:

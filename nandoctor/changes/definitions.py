@@ -58,8 +58,8 @@ class Definitions:
         return node
 
     def is_bound_between(self, node: ast.AST, place: ast.AST) -> bool:
-        """Return True if a name in an expression is bound anew, or written to, between it and a later place."""
-        start, end = self._tree.span(node)[1], self._tree.span(place)[0]
+        """Return True if a name in an expression is bound anew, or written to, between it and another place."""
+        start, end = sorted((self._tree.span(node)[1], self._tree.span(place)[0]))
         names = (item.id for item in ast.walk(node) if isinstance(item, ast.Name))
         return any(self._binds_between(name, start, end) for name in names)
 
@@ -69,14 +69,12 @@ class Definitions:
         Raises:
             CannotWriteError: a name may have another value there.
         """
-        start, texts = self._tree.span(place)[0], dict[ast.AST, str]()
+        texts = dict[ast.AST, str]()
         for name in (item for item in ast.walk(node) if isinstance(item, ast.Name)):
-            between = [end for end, _ in self._bound.get(name.id, ()) if start <= end <= self._tree.span(name)[0]]
-            value = self.value_of(name) if between else None
-            if value is not None:
+            if self.is_bound_between(name, place):
+                if (value := self.value_of(name)) is None:
+                    raise CannotWriteError
                 texts[name] = grouped(self.text_at(value, place))
-            elif between:
-                raise CannotWriteError
         return self._editor.code(node, texts)
 
     def _is_run_later(self, node: ast.AST) -> bool:
@@ -93,12 +91,10 @@ class Definitions:
     def _binds_between(self, name: str, start: int, end: int) -> bool:
         return any(start < where <= end for where, _ in self._bound.get(name, ()))
 
-    def unread(
-        self, candidates: Iterable[ast.Assign], replaced: Iterable[ast.AST], still_read: Set[str]
-    ) -> list[ast.Assign]:
-        """Return the candidates that nothing reads once the `replaced` expressions are gone."""
+    def remove_unread(self, replaced: Iterable[ast.AST], still_read: Set[str]) -> None:
+        """Remove the assignments that were resolved and that nothing reads without the `replaced` expressions."""
         gone: set[ast.AST] = {below for node in replaced for below in ast.walk(node)}
-        left, found = list(candidates), list[ast.Assign]()
+        left = list(self.passed)
         while True:
             read = [
                 node
@@ -107,8 +103,9 @@ class Definitions:
             ]
             more = [node for node in left if _name_of(node) not in still_read and not self._reads(node, read)]
             if not more:
-                return found
-            found += more
+                return
+            for statement in more:
+                self._editor.remove(statement)
             left = [node for node in left if node not in more]
             gone.update(below for node in more for below in ast.walk(node))
 

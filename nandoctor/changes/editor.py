@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
@@ -19,14 +20,6 @@ Texts = Mapping[ast.AST, str]
 _NO_TEXTS: Texts = MappingProxyType({})
 _HOLDS_ANY = (ast.Assign, ast.AnnAssign, ast.Call, ast.keyword, ast.Expr, ast.Return)
 """Nodes in which an expression of any kind needs no parentheses."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Replacement:
-    """A text that replaces an expression, and the statements that have to come right before the expression's own."""
-
-    text: str
-    before: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +57,8 @@ class Editor:
     def __init__(self, tree: SourceTree, file: Path, library: Library) -> None:
         self.tree, self.file, self.library = tree, file, library
         self._new_names: set[str] = set()
-        self._replaced: dict[ast.AST, _Replacement] = {}
-        self._lines: dict[ast.stmt, _Lines] = {}
+        self._replaced: dict[ast.AST, str] = {}
+        self._lines = defaultdict[ast.stmt, _Lines](_Lines)
 
     def find(self, source: SourceLine) -> ast.expr | ast.AugAssign | None:
         """Return the expression at an op's place; None if the place is only a line, or in another file."""
@@ -77,7 +70,7 @@ class Editor:
         `texts` replace nodes inside it, including the parentheses around these.
         """
         if node in self._replaced and not texts:
-            return self._replaced[node].text
+            return self._replaced[node]
         given = [self._region(part, text) for part, text in texts.items()]
         others = [region for region in self._expressions(without=node) if not any(_is_in(region, it) for it in given)]
         made = self._written(*self.tree.span(node), [*given, *others])
@@ -97,26 +90,27 @@ class Editor:
         Raises CannotWriteError if the text leaves out what was replaced inside the expression, if the expression is
         inside of one that was replaced, or if no statement can be put there.
         """
-        texts = text, *before
+        texts, statement = (text, *before), self.tree.statement_of(node)
         if any(above in self._replaced for above in self.tree.ancestors(node)):
             raise CannotWriteError
         inside = [other for other in self._replaced if other is node or node in self.tree.ancestors(other)]
         inner = [self._replaced.pop(other) for other in inside]
-        if any(all(item.text not in whole for whole in texts) for item in inner):
+        if any(all(was not in whole for whole in texts) for was in inner):
             raise CannotWriteError
-        statements = (*(line for item in inner for line in item.before), *texts[1:])
-        if statements and self.tree.statement_of(node) is None:
-            raise CannotWriteError
-        self._replaced[node] = _Replacement(text=text, before=statements)
+        self._replaced[node] = text
+        if texts[1:]:
+            if statement is None:
+                raise CannotWriteError
+            self._lines[statement].before += texts[1:]
 
     def wrap(self, statement: ast.stmt, header: str) -> None:
         """Put a statement into the block of a `with` statement."""
-        self._lines.setdefault(statement, _Lines()).header = header
+        self._lines[statement].header = header
 
     def remove(self, statement: ast.stmt) -> None:
         """Remove a statement if it has its lines for itself."""
         if self.tree.stands_alone(statement):
-            self._lines.setdefault(statement, _Lines()).is_removed = True
+            self._lines[statement].is_removed = True
 
     def new_name(self, wanted: str, node: ast.AST) -> str:
         """Return a name that neither the function around a node nor another change of the file uses."""
@@ -142,19 +136,15 @@ class Editor:
 
     def text(self) -> str:
         """Return the whole changed text, with `import torch` if only the change needs torch."""
-        lines = {node: replace(changed, before=[]) for node, changed in self._lines.items()}
-        for node, replacement in self._replaced.items():
-            if replacement.before and (statement := self.tree.statement_of(node)) is not None:
-                lines.setdefault(statement, _Lines()).before.extend(replacement.before)
-        regions = [*self._expressions(), *(self._statement(node, changed) for node, changed in lines.items())]
+        regions = [*self._expressions(), *(self._statement(*item) for item in self._lines.items())]
         if self._needs_torch():
             regions.append(self._import())
         return self._written(0, len(self.tree.data), regions)
 
     def _needs_torch(self) -> bool:
-        texts = [text for item in self._replaced.values() for text in (item.text, *item.before)]
-        texts += [lines.header for lines in self._lines.values()]
-        return "torch" not in self.tree.global_imports and any("torch." in text for text in texts)
+        texts = [*self._replaced.values()]
+        texts += [text for lines in self._lines.values() for text in (lines.header, *lines.before)]
+        return not self.tree.imported_names.get("torch") and any("torch." in text for text in texts)
 
     def _import(self) -> _Region:
         """Return the line that imports torch, at the first possible place."""
@@ -166,9 +156,9 @@ class Editor:
 
     def _expressions(self, without: ast.AST | None = None) -> Iterator[_Region]:
         """Yield the regions of the replaced expressions."""
-        for node, replacement in self._replaced.items():
+        for node, text in self._replaced.items():
             if node is not without:
-                yield self._region(node, self._placed(node, replacement.text))
+                yield self._region(node, self._placed(node, text))
 
     def _region(self, node: ast.AST, text: str) -> _Region:
         start, end = self.tree.span(node) if isinstance(node, ast.stmt) else self.tree.outer_span(node)

@@ -78,7 +78,8 @@ class Expression:
             return False
         path, kind = self.tree.code(self.node.func).partition(".")[2], self.op.place.type
         is_within = bool(path) and f".{path}." in f".{self.op.place.module}."
-        return is_within and self.editor.library.has_module(kind) and self.tree.class_around(self.node) != kind
+        classes = (item.name for item in self.tree.ancestors(self.node) if isinstance(item, ast.ClassDef))
+        return is_within and self.editor.library.has_module(kind) and next(classes, "") != kind
 
     def _is_namespace(self, node: ast.expr) -> bool:
         while isinstance(node, ast.Attribute):
@@ -142,7 +143,7 @@ class Expression:
             tensors = [self._promoting(tensors)]
         if isinstance(self.node, ast.AugAssign):
             target = self.node.target
-            made = f"{self.in_fp32(target)} {operator_of(self.node)} {self.editor.operand(self.node.value)}"
+            made = applied(self.node, self.in_fp32(target), self.editor.operand(self.node.value))
             return f"{self.editor.code(target)} = {made}"
         return self.editor.code(self.node, {value: self.in_fp32(value) for value in tensors})
 
@@ -191,26 +192,10 @@ class Expression:
                 yield value
 
 
-_OPERATORS: Mapping[type, str] = {
-    ast.Add: "+",
-    ast.Sub: "-",
-    ast.Mult: "*",
-    ast.Div: "/",
-    ast.FloorDiv: "//",
-    ast.Mod: "%",
-    ast.Pow: "**",
-    ast.MatMult: "@",
-    ast.BitAnd: "&",
-    ast.BitOr: "|",
-    ast.BitXor: "^",
-    ast.LShift: "<<",
-    ast.RShift: ">>",
-}
-
-
-def operator_of(node: ast.BinOp | ast.AugAssign) -> str:
-    """Return the operator of an expression or of an augmented assignment, as between two operands: `+` for `+=`."""
-    return _OPERATORS[type(node.op)]
+def applied(node: ast.AugAssign, target: str, value: str) -> str:
+    """Return what an augmented assignment computes, with these texts for what it changes and by what."""
+    _, sign, _ = ast.unparse(ast.BinOp(ast.Name("x"), node.op, ast.Name("y"))).split()
+    return f"{target} {sign} {value}"
 
 
 def has_stars(call: ast.Call) -> bool:

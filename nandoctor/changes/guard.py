@@ -7,10 +7,9 @@ from functools import reduce
 from operator import or_
 from typing import Any, ClassVar, Literal
 
-from nandoctor.changes.editor import Texts
-from nandoctor.changes.expression import Expression, operator_of
+from nandoctor.changes.expression import applied
 from nandoctor.changes.places import in_place
-from nandoctor.changes.probes import edges_kept_off, text_at_edges
+from nandoctor.changes.probes import edges_kept_off
 from nandoctor.changes.running_op import RunningOp, is_tensor
 from nandoctor.changes.source_tree import CannotWriteError, name_called
 from nandoctor.changes.source_writer import SourceWriter
@@ -79,15 +78,18 @@ class GuardArgument(SingleEdit):
         argument = expression.argument_node(self.argument)
         if name_called(expression.node).endswith("_"):  # torch.where would make another tensor than the op writes to
             raise CannotWriteError
-        text = expression.editor.code(argument)
-        if source.probe is not None and source.probe.to == "edge" and self.edges:
-            text = text_at_edges(text, self.site.op, self.edges)
+        text = source.probed(self, expression.editor.code(argument))
         if source.probe is not None and source.probe.alone:
             expression.editor.replace(argument, text)
             return
         first, again, before = expression.editor.named(expression.node, text, "guarded")
         safe = f"torch.where({self._condition(again)}, {self.safe}, {again})"
-        text = _filled_where(self._condition(first, again), self.fill, expression, {argument: safe})
+        made, assigned = expression.editor.code(expression.node, {argument: safe}), ""
+        if isinstance(expression.node, ast.AugAssign):
+            target = expression.node.target
+            assigned = f"{expression.editor.code(target)} = "
+            made = applied(expression.node, expression.editor.operand(target), safe)
+        text = f"{assigned}torch.where({self._condition(first, again)}, {self.fill}, {made})"
         expression.editor.replace(expression.node, text, before)
 
     def _condition(self, first: str, again: str = "") -> str:
@@ -99,12 +101,3 @@ class GuardArgument(SingleEdit):
         pairs = zip((first, again or first), ends or [("==", 0.0)], strict=False)
         parts = [f"{text} {sign} {constant(end)}" for text, (sign, end) in pairs]
         return " | ".join(f"({part})" for part in parts) if len(parts) > 1 else parts[0]
-
-
-def _filled_where(condition: str, fill: float, expression: Expression, texts: Texts) -> str:
-    """Return an expression with another text for its argument, and `fill` where the condition holds."""
-    node = expression.node
-    if isinstance(node, ast.AugAssign):
-        made = f"{expression.editor.operand(node.target)} {operator_of(node)} {next(iter(texts.values()))}"
-        return f"{expression.editor.code(node.target)} = torch.where({condition}, {fill}, {made})"
-    return f"torch.where({condition}, {fill}, {expression.editor.code(node, texts)})"

@@ -150,10 +150,6 @@ class SourceTree:
         """Return the function that contains the node, or None."""
         return next((item for item in self.ancestors(node) if isinstance(item, FUNCTIONS)), None)
 
-    def class_around(self, node: ast.AST) -> str:
-        """Return the name of the class that contains the node, "" if there is none."""
-        return next((item.name for item in self.ancestors(node) if isinstance(item, ast.ClassDef)), "")
-
     def scope_of(self, node: ast.AST) -> ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.Module:
         """Return the function or lambda whose names the node reads, or the module."""
         scopes = (item for item in self.ancestors(node) if isinstance(item, (*FUNCTIONS, ast.Lambda)))
@@ -172,14 +168,10 @@ class SourceTree:
         return name
 
     @cached_property
-    def imported_names(self) -> set[str]:
-        """The names that the file's own import statements bind, at any level, and the `known` ones."""
-        return set(_imported(self.module, everywhere=True)) | self._known
-
-    @cached_property
-    def global_imports(self) -> set[str]:
-        """The imported names that every function can use: not imported in a function."""
-        return set(_imported(self.module, everywhere=False)) | self._known
+    def imported_names(self) -> dict[str, bool]:
+        """The names that the file's own imports bind, and the `known` ones; True if every function can use them."""
+        found = sorted(_imported(self.module), key=lambda item: item[1])
+        return dict(found) | dict.fromkeys(self._known, True)
 
 
 @lru_cache(maxsize=4)
@@ -216,10 +208,9 @@ def name_called(node: ast.AST | None) -> str:
     return ""
 
 
-def _imported(root: ast.AST, *, everywhere: bool) -> Iterator[str]:
-    """Yield the names that import statements bind: `everywhere`, or only where every function can use them."""
+def _imported(root: ast.AST, *, is_global: bool = True) -> Iterator[tuple[str, bool]]:
+    """Yield the names that import statements bind, each with True if it stands in no function."""
     for node in ast.iter_child_nodes(root):
         if isinstance(node, ast.Import | ast.ImportFrom):
-            yield from ((alias.asname or alias.name).partition(".")[0] for alias in node.names)
-        if everywhere or not isinstance(node, (*FUNCTIONS, ast.Lambda)):
-            yield from _imported(node, everywhere=everywhere)
+            yield from (((alias.asname or alias.name).partition(".")[0], is_global) for alias in node.names)
+        yield from _imported(node, is_global=is_global and not isinstance(node, FUNCTIONS))

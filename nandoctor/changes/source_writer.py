@@ -16,7 +16,7 @@ from typing import Any, NoReturn, cast
 
 from nandoctor.changes.editor import Editor, Library
 from nandoctor.changes.expression import Expression
-from nandoctor.changes.probes import Probe, Where
+from nandoctor.changes.probes import Probe, Where, text_at_edges, text_past_bound
 from nandoctor.changes.source_tree import CannotWriteError, parse_source
 from nandoctor.evidence.edits import ChangedFile, OpSite, SingleEdit, SourcePatch
 from nandoctor.evidence.trace import OpCall
@@ -89,6 +89,13 @@ class SourceWriter:
         changed = self.write(edits, Probe(to=to)) if probed else None
         unchanged = self.write(probed, Probe(to=to, alone=True)) if probed else None
         return Probed(changed=changed, unchanged=unchanged) if changed and unchanged else None
+
+    def probed(self, edit: SingleEdit, text: str) -> str:
+        """Return the text of an edit's argument, moved to an edge or past the bound if that is probed."""
+        to = self.probe.to if self.probe is not None else None
+        if to == "edge" and edit.edges:
+            return text_at_edges(text, edit.sites[0].op, edit.edges)
+        return text_past_bound(text, edit.bound) if to == "bound" and edit.bound is not None else text
 
     def _ops_at(self, edits: Sequence[SingleEdit]) -> Sequence[OpCall]:
         """Return the ops that were traced together with those that the edits change."""

@@ -155,8 +155,7 @@ class LogSpace:
         for node, text in texts.items():
             if not self._change.is_replaced(node):
                 self._change.replace(node, text)
-        for statement in self._definitions.unread(self._definitions.passed, texts, read):
-            self._change.remove(statement)
+        self._definitions.remove_unread(texts, read)
 
     def _write_log(self, node: ast.AST, call: OpCall) -> str | None:
         self._place = node

@@ -56,5 +56,4 @@ class StableVariance(SingleEdit):
         dims[1:] = [text if "=" in text else f"keepdim={text}" for text in dims[1:]]
         text = editor.code(values)
         editor.replace(node, f"{grouped(text)}.var({', '.join([*dims, 'correction=0'])})")
-        for statement in definitions.unread(definitions.passed, [node], names_in(values)):
-            editor.remove(statement)
+        definitions.remove_unread([node], names_in(values))
