@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from nandoctor.changes.places import in_place, place_of
 from nandoctor.changes.running_op import RunningOp
-from nandoctor.changes.source_tree import CannotWriteError
+from nandoctor.changes.source_tree import CannotWriteError, name_called
 from nandoctor.changes.source_writer import SourceWriter
 from nandoctor.evidence.edits import OpSite, SingleEdit, Snippet, kind_of_change
 from nandoctor.evidence.formats import LARGEST_EPS
@@ -58,7 +58,8 @@ class SetArgument(SingleEdit):
         change, constants = expression.editor, expression.constants(self.was)
         source.places[self] = {expression.node}
         value = f"torch.finfo({expression.argument('self')}.dtype).min" if self.value is None else constant(self.value)
-        if not constants and expression.takes_eps(self.was):  # the op is inside a torch function
+        default_eps = change.library.default_eps(name_called(expression.node))
+        if not constants and default_eps == self.was:  # the op is inside a torch function
             change.replace(expression.node, expression.with_keyword("eps", value))
             return
         named = expression.argument_node(self.argument)

@@ -22,27 +22,16 @@ def write_zero(expression: Expression) -> None:
     if _write_loss(expression):
         return
     made_by, factors = expression.op.op if expression.op is not None else "", _factors_of_count(expression)
-    if made_by == "mean" and factors is not None:
-        _write_mean(expression, factors)
-    elif made_by in SPREADS and factors is not None:
-        _write_spread(expression, factors)
-    else:
+    if factors is None or made_by not in SPREADS | {"mean"}:
         raise CannotWriteError
-
-
-def _write_mean(expression: Expression, factors: Sequence[str]) -> None:
-    averaged = expression.argument_node("self")
-    first, again, before = expression.editor.named(averaged, expression.editor.code(averaged), "averaged")
-    total = f"{grouped(first)}.sum({', '.join(expression.texts_after_first())})"
-    expression.editor.replace(expression.node, f"{total} / max({_product(again, factors)}, 1)", before)
-
-
-def _write_spread(expression: Expression, factors: Sequence[str]) -> None:
-    """Write a spread that is 0 for a single value."""
-    subject = expression.argument_node("self")
-    first, again, before = expression.editor.named(subject, expression.editor.code(subject), "values")
-    correction = f"min(1, {_product(grouped(again), factors)} - 1)"
-    text = expression.with_keyword("correction", correction, {subject: first})
+    taken, wanted = expression.argument_node("self"), "values" if made_by in SPREADS else "averaged"
+    first, again, before = expression.editor.named(taken, expression.editor.code(taken), wanted)
+    if made_by in SPREADS:  # of a single value it is 0
+        correction = f"min(1, {_product(grouped(again), factors)} - 1)"
+        text = expression.with_keyword("correction", correction, {taken: first})
+    else:
+        total = f"{grouped(first)}.sum({', '.join(expression.texts_after_first())})"
+        text = f"{total} / max({_product(again, factors)}, 1)"
     expression.editor.replace(expression.node, text, before)
 
 

@@ -60,17 +60,11 @@ class Expression:
             return [(None, node.value)]
         if not isinstance(node, ast.Call):
             raise CannotWriteError
-        return self._arguments_of(node)
-
-    def _arguments_of(self, node: ast.Call) -> list[tuple[str | None, ast.expr]]:
-        given: list[tuple[str | None, ast.expr]] = [
+        return [
+            *((None, owner) for owner in [self._owner] if owner is not None),
             *((None, value) for value in node.args if not isinstance(value, ast.Starred)),
             *((item.arg, item.value) for item in node.keywords if item.arg),
         ]
-        function = node.func
-        if isinstance(function, ast.Attribute) and self._owner is not None:
-            given.insert(0, (None, function.value))
-        return given
 
     def calls_module(self) -> bool:
         """Return True if the torch module that ran the op is called: `self.norm(x)`, not `x.norm()` in a "norm"."""
@@ -108,10 +102,6 @@ class Expression:
             raise CannotWriteError
         code = self.editor.code
         return [f"{keyword}={code(value)}" if keyword else code(value) for keyword, value in self.arguments[1:]]
-
-    def takes_eps(self, was: float) -> bool:
-        """Return True if the call is of a torch function whose default eps is this number."""
-        return self.editor.library.default_eps(name_called(self.node)) == was
 
     def with_keyword(self, name: str, value: str, texts: Texts = MappingProxyType({})) -> str:
         """Return the call with a value for a keyword, which comes last if it is new; `texts` replace arguments."""

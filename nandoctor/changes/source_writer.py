@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 from nandoctor.changes.editor import Editor, Library
 from nandoctor.changes.expression import Expression
@@ -67,15 +67,11 @@ class SourceWriter:
             for edit in edits:
                 edit.write_beside(self)
             files = tuple(self._changed_files())
-        except (CannotWriteError, SyntaxError, ValueError, RecursionError):
+        except (CannotWriteError, NotImplementedError, SyntaxError, ValueError, RecursionError):
             return None
         with_file = [file.path for file in files if Path(file.path).is_file()]
         root = _root_of(with_file) if with_file else ""
         return SourcePatch(root=root, files=files) if files and len(with_file) in (0, len(files)) else None
-
-    def refuse(self) -> NoReturn:
-        """Give up: no text is known that does what an edit does."""
-        raise CannotWriteError
 
     def at_edge(self, edits: Sequence[SingleEdit]) -> Probed | None:
         """Return the patches with arguments on or beyond a domain's edge moved onto it; None if it has no such edge."""

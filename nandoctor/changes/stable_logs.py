@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from nandoctor.changes.definitions import Definitions, calls_in
 from nandoctor.changes.editor import HAS_EFFECTS, Editor
@@ -33,6 +33,23 @@ _MOVES = (MOVES - _PUTS_ZEROS) | {"diagonal", "masked_select", "index_select", "
 _MOVES_AND_CASTS = _MOVES | _UNTRACED_CASTS
 _DIVIDES = frozenset({"div", "divide", "true_divide"})
 _STEPS = 4
+_NORMAL = "torch.special.log_ndtr({} * {:.8g}) + " + f"{math.log(2):.8g}"
+"""log(1 + erf(x)), with the square root of 2; log(1 - erf(x)) with the negative one."""
+_LOGS = {
+    "expm1": "{x} + torch.log(-torch.expm1({negated}))",  # of a large exp(x) - 1, as in the inverse of a softplus
+    "sigmoid": "{F}.logsigmoid({x})",
+    "cosh": f"torch.logaddexp({{x}}, {{negated}}) - {math.log(2):.8g}",
+    "erfc": _NORMAL.format("{grouped}", -math.sqrt(2)),
+}
+"""The logarithms of what these ops make of x."""
+_LOGS_OF_REST = {
+    "exp": "torch.log(-torch.expm1({x}))",
+    "sigmoid": "{F}.logsigmoid({negated})",
+    "erf": _LOGS["erfc"],
+}
+"""The logarithms of 1 minus that."""
+_OF_TERMS = frozenset({"pow", "square", "reciprocal", "sum", "mean", "cumsum", "prod"})
+"""Ops whose results have a logarithm that is made of those of the terms."""
 _BINDS_LOOSELY = (ast.IfExp, ast.BoolOp, ast.Compare, ast.Lambda)
 _FUNCTIONAL = ("import torch.nn.functional as F\n", "from torch.nn import functional as F\n")
 
@@ -102,20 +119,15 @@ class LogSpace:
     def write_ratio(self, node: ast.AST) -> None:
         """Write a quotient as exp of a difference, and take out the assignments that are unread then."""
         self._place = node
-        numerator, divisor = self._sides_of(node)
+        quotient = Expression(self._change, node, self._calls.get(node), "div")
+        is_call = name_called(node) in _DIVIDES and len(quotient.texts_after_first()) == 1  # a third one rounds
+        if not (is_call or (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div))):
+            raise CannotWriteError
+        numerator, divisor = quotient.argument_node("self"), quotient.argument_node("other")
         log = self._log_of(divisor)
         if log is None:
             raise CannotWriteError
         self._change_texts({node: self._share(numerator, log)})
-
-    def _sides_of(self, node: ast.AST) -> tuple[ast.expr, ast.expr]:
-        """Return the numerator and the divisor of `x / y`, `x.div(y)` or `torch.div(x, y)`."""
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
-            return node.left, node.right
-        expression = Expression(self._change, node, self._calls.get(node), "div")
-        if name_called(node) not in _DIVIDES or len(expression.texts_after_first()) != 1:  # a third one rounds
-            raise CannotWriteError
-        return expression.argument_node("self"), expression.argument_node("other")
 
     def _share(self, numerator: ast.expr, divisor: _Log) -> str:
         """Return the text of a quotient: a sigmoid or softmax by hand, or any other; of two powers, a difference."""
@@ -195,33 +207,25 @@ class LogSpace:
     def _forms(self) -> Mapping[str, Callable[[Expression], _Log | None]]:
         """The logarithms of what these ops make."""
         return {
+            **{name: partial(self._filled, form) for name, form in _LOGS.items()},
+            **{name: partial(self._of_terms, name) for name in _OF_TERMS},
             "exp": lambda expression: self._leaf(expression.argument_node("self")),
-            "expm1": self._of_expm1,
             "softmax": self._of_softmax,
-            "sigmoid": self._of_sigmoid,
-            "cosh": self._of_cosh,
-            "pow": self._powered,
-            "square": self._powered,
-            "reciprocal": self._inverted,
-            "erfc": lambda expression: self._of_normal(expression, -1),
-            "sum": self._summed,
-            "mean": self._averaged,
-            "cumsum": self._cumulated,
-            "prod": self._multiplied,
             "cat": self._collected,
             "stack": self._collected,
         }
 
     def _of_operator(self, node: ast.BinOp, name: str) -> _Log | None:
         """Return the logarithm of a product, a quotient, a sum of two, or 1 minus something."""
-        if name in ("mul", "div", "reciprocal"):
+        if name in ("mul", "div"):
             return self._joined(node, "+" if name == "mul" else "-")
         if name == "add":
             return self._added(node)
         if name in ("sub", "rsub") and number_in(node.left) == 1:
             return self._log_of_rest(node.right)
         inner, of_power = self._named_op(self._definitions.resolved(node.left))
-        return self._of_expm1(of_power) if name == "sub" and inner == "exp" and number_in(node.right) == 1 else None
+        is_expm1 = name == "sub" and inner == "exp" and number_in(node.right) == 1
+        return self._filled(_LOGS["expm1"], of_power) if is_expm1 else None
 
     def _of_softmax(self, expression: Expression) -> _Log:
         logit, dims = self._leaf(expression.argument_node("self")), expression.texts_after_first()
@@ -230,24 +234,11 @@ class LogSpace:
             dims = [f"dim={value:g}" for key, value in expression.op.scalars if key == "dim"]
         return _Log(text=f"torch.log_softmax({', '.join([logit.text, *dims])})")
 
-    def _of_sigmoid(self, expression: Expression) -> _Log:
-        logit = self._leaf(expression.argument_node("self"))
-        return _Log(text=f"{self._functional}.logsigmoid({logit.wide})")
-
-    def _of_expm1(self, expression: Expression) -> _Log:
-        """Return log(exp(x) - 1) as x + log(1 - exp(-x)): the inverse of a softplus, whose exp overflows."""
-        given = self._leaf(expression.argument_node("self")).wide
-        return _Log(text=f"{given} + torch.log(-torch.expm1({negated(given)}))", is_partial=True)
-
-    def _of_cosh(self, expression: Expression) -> _Log:
-        given = self._leaf(expression.argument_node("self")).wide
-        return _Log(text=f"torch.logaddexp({given}, {negated(given)}) - {math.log(2):.8g}")
-
-    def _of_normal(self, expression: Expression, sign: int) -> _Log:
-        """Return log(1 + erf(x)), or log(1 - erf(x)) for a `sign` of -1."""
-        given = grouped(self._leaf(expression.argument_node("self")).wide)
-        factor = sign * math.sqrt(2)
-        return _Log(text=f"torch.special.log_ndtr({given} * {factor:.8g}) + {math.log(2):.8g}")
+    def _filled(self, form: str, expression: Expression) -> _Log:
+        """Return one of the `_LOGS` with the op's argument."""
+        x = self._leaf(expression.argument_node("self")).wide
+        text = form.format(x=x, negated=negated(x), grouped=grouped(x), F=self._functional)
+        return _Log(text=text, is_partial="expm1" in form)
 
     def _log_of_rest(self, node: ast.expr) -> _Log | None:
         """Return the logarithm of 1 minus an expression."""
@@ -255,18 +246,12 @@ class LogSpace:
         name, expression = self._named_op(node)
         if name in _MOVES_AND_CASTS:
             return self._moved(node, name, expression, self._log_of_rest)
-        if name == "sigmoid":
-            logit = self._leaf(expression.argument_node("self"))
-            return _Log(text=f"{self._functional}.logsigmoid({negated(logit.wide)})")
-        if name == "erf":
-            return self._of_normal(expression, -1)
-        if name == "exp":
-            text = f"torch.log(-torch.expm1({self._leaf(expression.argument_node('self')).wide}))"
-            return _Log(text=text, is_partial=True)
+        if name in _LOGS_OF_REST:
+            return self._filled(_LOGS_OF_REST[name], expression)
         if name in ("sub", "rsub") and isinstance(node, ast.BinOp) and number_in(node.left) == 1:
             return self._log_of(node.right)
         root, of_root = self._named_op(self._definitions.resolved(root_of(node) or node))
-        return _Log(text=f"-2 * ({self._of_cosh(of_root).text})") if root == "tanh" else None
+        return self._filled(f"-2 * ({_LOGS['cosh']})", of_root) if root == "tanh" else None
 
     def _moved(self, node: ast.expr, name: str, expression: Expression, form: _Form) -> _Log | None:
         """Return the form of what an op only moves or casts, moved in the same way."""
@@ -290,49 +275,28 @@ class LogSpace:
         log = self._log_of(node)
         return None if log is None or log.is_partial else log
 
-    def _inverted(self, expression: Expression) -> _Log | None:
-        log = self._term_of(expression.argument_node("self"))
-        return None if log is None else _Log(text=negated(log.wide))
-
-    def _powered(self, expression: Expression) -> _Log | None:
-        """Return the logarithm of a power: that of its base, times the exponent."""
-        log = self._term_of(expression.argument_node("self"))
-        exponent = None if expression.op_name == "square" else expression.argument_node("exponent")
-        if exponent is not None and self._definitions.is_bound_between(exponent, self._place):
-            raise CannotWriteError
-        times = "2" if exponent is None else as_part(self._change.code(exponent))
-        return None if log is None else _Log(text=f"{times} * {grouped(log.wide)}")
-
-    def _summed(self, expression: Expression) -> _Log | None:
+    def _of_terms(self, name: str, expression: Expression) -> _Log | None:
+        """Return the logarithm of what one of the ops `_OF_TERMS` makes."""
         subject = expression.argument_node("self")
         log = self._term_of(subject)
         if log is None:
             return None
         self._require_unbound(expression, subject)
+        if name in ("pow", "square"):
+            times = "2" if name == "square" else as_part(expression.argument("exponent"))
+            return _Log(text=f"{times} * {grouped(log.wide)}")
         dims = expression.texts_after_first()
         given = [log.wide, *dims] if dims else [f"{grouped(log.wide)}.flatten()", "0"]
-        return _Log(text=f"torch.logsumexp({', '.join(given)})", terms=log.text, dims=tuple(dims))
-
-    def _averaged(self, expression: Expression) -> _Log | None:
-        """Return the logarithm of a mean: that of the sum without the logarithm of the number of terms."""
-        total = self._summed(expression)
-        if total is None:
-            return None
-        ones = f"torch.ones_like({total.terms}).sum({', '.join(total.dims or ())})"
-        return _Log(text=f"{total.text} - torch.log({ones})")
-
-    def _cumulated(self, expression: Expression) -> _Log | None:
-        log = self._term_of(expression.argument_node("self"))
-        dims = ", ".join(expression.texts_after_first())
-        return None if log is None else _Log(text=f"torch.logcumsumexp({log.wide}, {dims})")
-
-    def _multiplied(self, expression: Expression) -> _Log | None:
-        """Return the logarithm of a product over a dimension: the sum of the logarithms."""
-        subject = expression.argument_node("self")
-        log = self._term_of(subject)
-        if log is None:
-            return None
-        return _Log(text=f"{grouped(log.wide)}.sum({', '.join(expression.texts_after_first())})")
+        along, total = ", ".join(dims), f"torch.logsumexp({', '.join(given)})"
+        if name == "sum":
+            return _Log(text=total, terms=log.text, dims=tuple(dims))
+        texts = {
+            "reciprocal": negated(log.wide),
+            "cumsum": f"torch.logcumsumexp({log.wide}, {along})",
+            "prod": f"{grouped(log.wide)}.sum({along})",
+            "mean": f"{total} - torch.log(torch.ones_like({log.text}).sum({along}))",
+        }
+        return _Log(text=texts[name])
 
     def _collected(self, expression: Expression) -> _Log | None:
         """Return the logarithm of several tensors in one: theirs, in the same way."""
@@ -387,7 +351,7 @@ class LogSpace:
             if (number := number_in(side)) is not None:
                 name, expression = self._named_op(self._definitions.resolved(other))
                 if name == "erf" and number == 1:
-                    return self._of_normal(expression, 1)
+                    return self._filled(_NORMAL.format("{grouped}", math.sqrt(2)), expression)
                 log = self._term_of(other) if number > 0 else None
                 if log is None or number == 1:
                     return log and self._softplus_of(log)

@@ -89,7 +89,7 @@ class SingleEdit:
 
     def write(self, source: SourceWriter) -> None:
         """Make the change in the source. Raises CannotWriteError if no text is known that does the same."""
-        source.refuse()
+        raise NotImplementedError
 
     def write_beside(self, source: SourceWriter) -> None:
         """Change what stands beside, after all changes are written."""
