@@ -1,5 +1,7 @@
 """A change of code without a file, such as a notebook's cell, is run like that of any file."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -108,6 +110,18 @@ def test_what_brings_a_name_brings_it_for_the_run_alone():
     with printed_changes([SourcePatch(root="", files=(file,))], model):
         assert model(torch.ones(1)) == 6
     assert "torch" not in space
+
+
+def test_a_frozen_function_is_changed_whoever_holds_its_code():
+    cell = CELL + "    def forward(self, x):\n        return x * 3.0"
+    model = run_cells(cell)["Net"]()
+    held = type(model).forward.__code__  # as by the frame of an exception
+    file = ChangedFile(path=FILE, before=cell, after=cell.replace(OLD, NEW))
+    gc.freeze()
+    with printed_changes([SourcePatch(root="", files=(file,))], model):
+        assert model(torch.ones(1)) == 6
+    gc.unfreeze()
+    assert type(model).forward.__code__ is held
 
 
 def test_a_cell_has_the_name_that_ipython_shows(monkeypatch):
