@@ -25,18 +25,13 @@ def widen(value: Any) -> Any:
     return tree_map(lambda it: it.float() if isinstance(it, torch.Tensor) and it.dtype in LOW_DTYPES else it, value)
 
 
-def changes_ops(edit: SingleEdit) -> bool:
-    """Return True if a run can make the edit at the ops of its sites."""
-    return type(edit).run is not SingleEdit.run
-
-
 class OpEdits:
     """The edits among `edits` that change single ops; `owner` returns the running module call."""
 
     def __init__(self, edits: Sequence[SingleEdit], owner: Callable[[], Place]) -> None:
         self._owner = owner
         self._counts: Counter[tuple[Place, str]] = Counter()
-        self.changes = [(edit, site) for edit in edits if changes_ops(edit) for site in edit.sites]
+        self.changes = [(edit, site) for edit in edits for site in edit.sites]
 
     def handle(self, call: Invocation, proceed: Proceed) -> Any:
         """Run one op, with the edits that apply to it."""

@@ -80,7 +80,7 @@ class SingleEdit:
         return ""
 
     def run(self, op: RunningOp) -> Any:
-        """Run an op of one of the sites with the change; a kind without it changes no op as it is called."""
+        """Run an op of one of the sites as it is with the change."""
         return op.run()
 
     def works_in_place(self, *, has_out: bool) -> bool:

@@ -14,8 +14,7 @@ from nandoctor.changes.keep_fp32 import KeepModule, KeepOp
 from nandoctor.changes.source_tree import FUNCTIONS, parse_source
 from nandoctor.diagnosis.backward import conclude_backward
 from nandoctor.diagnosis.conclusion import Conclusion, Findings, Suspect, conclude
-from nandoctor.engine.op_edits import changes_ops
-from nandoctor.evidence.edits import ChangedFile, Edit, SourcePatch, flatten
+from nandoctor.evidence.edits import ChangedFile, Edit, SingleEdit, SourcePatch, flatten
 from nandoctor.evidence.report import Diagnosis
 from nandoctor.evidence.trace import LOSS, SourceLine
 from nandoctor.fixes.candidates import (
@@ -121,7 +120,7 @@ def _strongest(change: Candidate) -> Edit:
 def _conclude_with(edit: Edit, trials: Trials, writer: ChangeWriter) -> Conclusion | None:
     """Return why the changed step fails, including its backward pass at loss scale 1; None if that is not known."""
     step = trials.with_gradients.step
-    needs_text = any(single.is_text_alone and not changes_ops(single) for single in flatten((edit,)))
+    needs_text = any(single.is_text_alone and type(single).run is SingleEdit.run for single in flatten((edit,)))
     change = next((written.change for written in writer.write(edit)), None) if needs_text else edit
     traces = trials.with_gradients.trace(*at_scale(change, 1.0)) if change is not None else None
     if traces is None:

@@ -101,26 +101,18 @@ def test_a_patch_does_what_the_changed_cell_does():
     assert wrong == {}
 
 
-def test_what_brings_a_name_brings_it_for_the_run_alone():
+def test_a_frozen_function_runs_the_patch_and_has_its_names_then_alone():
     cell = CELL + "    def forward(self, x):\n        return x * 3.0"
     space = run_cells(cell)
     model = space["Net"]()
+    held = type(model).forward.__code__  # as by the frame of an exception, so that others may have it too
     del space["torch"]
     file = ChangedFile(path=FILE, before=cell, after="import torch\n" + cell.replace(OLD, NEW))
-    with printed_changes([SourcePatch(root="", files=(file,))], model):
-        assert model(torch.ones(1)) == 6
-    assert "torch" not in space
-
-
-def test_a_frozen_function_is_changed_whoever_holds_its_code():
-    cell = CELL + "    def forward(self, x):\n        return x * 3.0"
-    model = run_cells(cell)["Net"]()
-    held = type(model).forward.__code__  # as by the frame of an exception
-    file = ChangedFile(path=FILE, before=cell, after=cell.replace(OLD, NEW))
     gc.freeze()
     with printed_changes([SourcePatch(root="", files=(file,))], model):
         assert model(torch.ones(1)) == 6
     gc.unfreeze()
+    assert "torch" not in space
     assert type(model).forward.__code__ is held
 
 
