@@ -34,20 +34,20 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_693, "tests": 30_936, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_561, "tests": 30_938, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_933,
     "autocast": 822,
     "capture": 2_590,
     "causes": 2_659,
-    "changes": 3_231,
+    "changes": 3_102,
     "cli": 793,
     "diagnosis": 1_955,
     "dumps": 3_161,
-    "engine": 3_119,
+    "engine": 3_118,
     "evidence": 1_702,
-    "fixes": 3_871,
+    "fixes": 3_869,
     "fleet": 711,
     "repro_scripts": 650,
     "step": 3_113,
