@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any, ClassVar, Literal
 
 from nandoctor.changes.editor import Editor
-from nandoctor.changes.expression import Expression, operator_of
+from nandoctor.changes.expression import Expression, applied
 from nandoctor.changes.places import cell_name, place_of
 from nandoctor.changes.running_op import RunningOp
 from nandoctor.changes.source_tree import CannotWriteError, SourceTree
@@ -178,8 +178,8 @@ class KeepLines(SingleEdit):
 def _cast_result(change: Editor, statement: ast.stmt, call: str) -> None:
     """Call a method of what a statement assigns or returns."""
     if isinstance(statement, ast.AugAssign):
-        target, value = change.code(statement.target), change.operand(statement.value)
-        change.replace(statement, f"{target} = ({target} {operator_of(statement)} {value}).{call}")
+        target = change.code(statement.target)
+        change.replace(statement, f"{target} = ({applied(statement, target, change.operand(statement.value))}).{call}")
     elif isinstance(statement, ast.Assign | ast.Return) and statement.value is not None:
         change.replace(statement.value, f"{change.operand(statement.value)}.{call}")
     else:
