@@ -101,7 +101,7 @@ def test_a_patch_does_what_the_changed_cell_does():
     assert wrong == {}
 
 
-def test_a_frozen_function_runs_the_patch_and_has_its_names_then_alone():
+def test_a_frozen_function_has_the_patch_for_the_run_alone():
     cell = CELL + "    def forward(self, x):\n        return x * 3.0"
     space = run_cells(cell)
     model = space["Net"]()
