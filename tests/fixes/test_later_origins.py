@@ -2,82 +2,45 @@
 
 import pytest
 import torch
-from tiny_models import Eye
+from projects import added, eye
 from torch import nn
 
-
-class Rms(nn.Module):
-    """A quotient of zeros, at which the formula tends to 0."""
-
-    def forward(self, x):
-        size = torch.sqrt((x * x).mean(-1, keepdim=True))
-        return x * size / size
+RMS = "size = torch.sqrt((x * x).mean(-1, keepdim=True))\nx = x * size / size\n"
+"""A quotient of zeros, at which the formula tends to 0."""
 
 
-class TwoSamples(nn.Module):
+def test_both_samples_are_mended_and_told(replay_step):
     """One sample of zeros, and beside its NaN another that no element is counted in."""
-
-    def __init__(self):
-        super().__init__()
-        self.rms = Rms()
-        self.head = nn.Linear(6, 2)
-
-    def forward(self, x, weight):
-        mean = (self.rms(x) * weight[..., None]).sum(1) / weight.sum(1, keepdim=True)
-        return self.head(mean)
-
-
-class Overflow(nn.Module):
-    """Zeros divided by zeros in one sample; a product of another, which passes fp16's range, stands behind it."""
-
-    def __init__(self):
-        super().__init__()
-        self.rms = Rms()
-        self.weight = nn.Parameter(torch.full((4, 4), 3e4))
-
-    def forward(self, x):
-        batch = self.rms(x).sum() * 0  # couples the samples: one NaN hides all
-        return torch.tanh(((x + batch) @ self.weight) * 1e-5)
-
-
-class Hopeless(nn.Module):
-    """Two origins, the second of which no change is known for."""
-
-    def __init__(self):
-        super().__init__()
-        self.rms = Rms()
-        self.weight = nn.Parameter(torch.ones(4))
-
-    def forward(self, x):
-        x = self.rms(x) * self.weight
-        return x * float("nan")
-
-
-def test_both_samples_are_mended_and_told(replay):
     x, weight = torch.randn(4, 3, 6), torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [0, 0, 0]])
     x[1] = 0
-    report = replay(TwoSamples, {"x": x, "weight": weight})
+    mean = "mean = (x * weight[..., None]).sum(1) / weight.sum(1, keepdim=True)\nreturn self.head(mean)"
+    report = replay_step(RMS + mean, {"x": x, "weight": weight}, layers="self.head = nn.Linear(6, 2)")
     best = report.fixes[0]
     assert best.verified
     assert best.kind == "source"
-    assert [line for line in best.patch.splitlines() if line.startswith("+ ")] == [
-        "+        return x * size / size.clamp(min=1e-12)",
-        "+        divisor = weight.sum(1, keepdim=True)",  # whole numbers, which a batch may have below 0 too
-        "+        mean = (self.rms(x) * weight[..., None]).sum(1) / torch.where(divisor == 0, 1, divisor)",
+    assert added(best) == [
+        "x = x * size / size.clamp(min=1e-12)",
+        "divisor = weight.sum(1, keepdim=True)",  # whole numbers, which a batch may have below 0 too
+        "mean = (x * weight[..., None]).sum(1) / torch.where(divisor == 0, 1, divisor)",
     ]
     assert [diagnosis.origin.elements.samples for diagnosis in report.also] == [(3,)]
 
 
-def test_the_later_one_may_be_a_matter_of_precision(replay):
+def test_the_later_one_may_be_a_matter_of_precision(replay_step):
+    """A product of another sample, which passes fp16's range, stands behind a sum that couples the samples."""
     x = torch.ones(4, 4) * torch.tensor([[1.0], [0.0], [1e8], [2.0]])
-    best = next(fix for fix in replay(Overflow, {"x": x}).fixes if fix.kind == "source")
+    product = "batch = x.sum() * 0\nreturn torch.tanh(((given + batch) @ self.weight) * 1e-5)"
+    layers = "self.weight = nn.Parameter(torch.full((4, 4), 3e4))"
+    report = replay_step("given = x\n" + RMS + product, {"x": x}, layers=layers)
+    best = next(fix for fix in report.fixes if fix.kind == "source")
     assert best.verified  # the limit at 0 is found beside 1e8
     assert {type(edit).__name__ for edit in best.edit.edits} == {"ClampArgument", "KeepOp"}
 
 
-def test_nothing_is_promised_where_the_later_one_stays(replay):
+def test_nothing_is_promised_where_the_later_one_stays(replay_step):
     x = torch.ones(2, 4) * torch.tensor([[1.0], [0.0]])
-    report = replay(Hopeless, {"x": x})
+    layers = "self.weight = nn.Parameter(torch.ones(4))"
+    report = replay_step(RMS + 'x = x * self.weight\nreturn x * float("nan")', {"x": x}, layers=layers)
     assert not any(fix.verified for fix in report.fixes)
     assert any('`x * float("nan")` writes NaN, which is never removed' in note for note in report.search_notes)
 
@@ -119,59 +82,42 @@ def test_log_space_is_tried_beside_a_later_origin(replay):
     ]
 
 
-class LayerAndLogarithm(Eye):
-    """A layer of torch whose product passes fp16's range, and the logarithm of a zero, in fp32 too."""
-
-    gain = 1e4
-
-    def forward(self, x):
-        h = self.read(x).float()
-        return torch.log(h * 1e-4)
+LAYER = eye(2, 1e4)
+"""A layer of torch whose product passes fp16's range."""
 
 
-def test_a_layer_in_fp32_is_written_beside_another_change(replay):
+def test_a_layer_in_fp32_is_written_beside_another_change(replay_step):
+    """The logarithm is of a zero, in fp32 too."""
     x = torch.tensor([[1.0, 2.0], [10.0, 3.0], [0.0, 4.0]])
-    best = next(fix for fix in replay(LayerAndLogarithm, {"x": x}).fixes if fix.kind == "source")
+    report = replay_step("h = self.lift(x).float()\nreturn torch.log(h * 1e-4)", {"x": x}, layers=LAYER)
+    best = next(fix for fix in report.fixes if fix.kind == "source")
     assert "where the formula gives -Inf" in best.workaround
-    assert "h = self.read(x.float()).float()" in best.patch
+    assert "h = self.lift(x.float()).float()" in best.patch
     assert "torch.log((h * 1e-4).clamp(min=" in best.patch
 
 
-class GateByHand(LayerAndLogarithm):
-    """The same layer inside of an exponential that passes float64's range."""
-
-    def forward(self, x):
-        return 1 / (1 + torch.exp(-self.read(x)))
-
-
-def test_an_exponential_past_float64_is_an_overflow(replay):
+def test_an_exponential_past_float64_is_an_overflow(replay_step):
     x = torch.tensor([[0.01, 0.02], [10.0, 3.0], [-10.0, 4.0]])
-    report = replay(GateByHand, {"x": x}, loss=lambda made, _: made.float().mean())
+    loss = "return output.float().mean()"
+    report = replay_step("return 1 / (1 + torch.exp(-self.lift(x)))", {"x": x}, layers=LAYER, loss=loss)
     best = report.fixes[0]
     assert report.cause.code == "exp-overflow"  # fp32 fails by it too
     assert [diagnosis.cause.code for diagnosis in report.also] == ["matmul-overflow"]
     assert best.verified
-    assert "return torch.sigmoid(self.read(x))" in best.patch
+    assert "return torch.sigmoid(self.lift(x))" in best.patch
 
 
-class Normalised(nn.Linear):
-    """A hand-written L2 norm with an eps that fp16 rounds to 0, or that its gradients cannot be divided by."""
-
-    def forward(self, x):
-        h = super().forward(x)
-        return h / (torch.sqrt((h * h).sum(-1, keepdim=True)).half() + 1e-8)
+NORMS = [
+    pytest.param("h / (torch.sqrt((h * h).sum(-1, keepdim=True)).half() + 1e-8)", marks=pytest.mark.slow),
+    "h / (h.pow(2).sum(-1, keepdim=True).sqrt() + 1e-8)",
+]
 
 
-class NormalisedInFp32(nn.Linear):
-    def forward(self, x):
-        h = super().forward(x)
-        return h / (h.pow(2).sum(-1, keepdim=True).sqrt() + 1e-8)
-
-
-@pytest.mark.parametrize("model", [pytest.param(Normalised, marks=pytest.mark.slow), NormalisedInFp32])
-def test_a_root_of_zero_is_mended_beside_its_eps(replay, model):
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_root_of_zero_is_mended_beside_its_eps(replay_step, norm):
+    """The eps is one that fp16 rounds to 0, or that its gradients cannot be divided by."""
     x = torch.tensor([[1.0, 2.0], [0.0, 0.0], [3.0, 4.0]])
-    options = {"loss": lambda made, _: made.float().mean(), "amp_dtype": "float16"}
-    fix = replay(model(2, 2, bias=False), {"x": x}, **options).fixes[0]
+    options = {"layers": eye(2), "loss": "return output.float().mean()", "amp_dtype": "float16"}
+    fix = replay_step(f"h = self.lift(x)\nreturn {norm}", {"x": x}, **options).fixes[0]
     assert fix.verified
     assert "keepdim=True).clamp(min=1e-6)" in fix.patch
