@@ -1,4 +1,4 @@
-"""What a fix keeps or replaces: three unlike steps for each way in which a finite result can be wrong.
+"""What a fix keeps or replaces: unlike steps for each way in which a finite result can be wrong.
 
 The labels say what the search gives, from the formula: a verified change of the code and its kind, or none.
 """
@@ -35,17 +35,12 @@ def a_learned_variance(output, batch):
     return (torch.exp(log_variance.neg()) * batch["x"].square() + log_variance).mean()
 
 
-def ratio_of_policies(output, batch):
-    log_ratio = output.float() + batch["x"]
-    return (log_ratio.exp() - 1 - log_ratio).sum(-1).mean()
-
-
 def rate_of_counts(output, batch):
     log_rate = output.float() + batch["x"]
     return (torch.exp(log_rate) - 2.0 * log_rate).mean()
 
 
-for loss in (a_learned_variance, ratio_of_policies, rate_of_counts):
+for loss in (a_learned_variance, rate_of_counts):
     lifted(loss.__name__, "numerics <loss> exp exp-overflow", FAR, "none", lambda h, x: h, loss=loss)
 
 # --- an exponential that two terms take
@@ -98,32 +93,22 @@ def dose(h, x):
     return h * ((1 - torch.exp(-2.0 * rate)) / rate)
 
 
-def gain(h, x):
-    size = x.relu()
-    return h + torch.tanh(3.0 * size) / size
-
-
 def mean_of_what_fires(h, x):
     fires = (x.relu() > 0).to(h)
     return (h * fires).sum(-1) / fires.sum(-1)
 
 
-for step, change in ((dose, "guard"), (gain, "guard"), (mean_of_what_fires, "*")):
+for step, change in ((dose, "guard"), (mean_of_what_fires, "*")):
     lifted(
         step.__name__, DIVISION, {"x": X["x"] - ZEROS["x"].eq(0) * 9.0, "autocast": False}, f"verified {change}", step
     )
 
-# --- a logarithm of a sum of exponentials, times what is positive, or a mask; a variance of large values
+# --- a logarithm of a sum of exponentials, times what is positive; a variance of large values
 
 
 def mixture(output, batch):
     near = torch.exp(-0.5 * (output.float() - batch["x"]).square())
     return -torch.log((batch["x"].detach().softmax(-1) * near).sum(-1)).mean()
-
-
-def masked_partition(output, batch):
-    power = torch.exp(output.float() + batch["x"])
-    return torch.log((power * (batch["x"] > batch["x"].amin()).float()).sum(-1)).mean()
 
 
 def partial_likelihood(output, batch):
@@ -140,7 +125,7 @@ def spread(h, x):
     return h + torch.sqrt(far.square().mean(-1, keepdim=True) - far.mean(-1, keepdim=True) ** 2)
 
 
-for loss in (mixture, masked_partition, partial_likelihood, free_energy):
+for loss in (mixture, partial_likelihood, free_energy):
     batch = {**FAR, "autocast": False}
     lifted(loss.__name__, "numerics <loss>", batch, "verified stable-log", lambda h, x: h, loss=loss)
 lifted("spread", DOMAIN.format("sqrt"), {"x": 1e-3 * X["x"], "autocast": False}, "verified stable-variance", spread)
@@ -363,17 +348,12 @@ def by_name(h, x):
     return (F.softmax(scores, dim=-2) * x).sum(-2)
 
 
-def by_method(h, x):
-    scores = masked(h, x)
-    return (scores.softmax(1) * x).sum(1)
-
-
 def of_the_input(h, x):
     scores = masked(h, x).mT
     return torch.softmax(input=scores, dim=2) @ x
 
 
-for pool in (by_name, by_method, of_the_input):
+for pool in (by_name, of_the_input):
     words = "numerics . softmax fully-masked-softmax"
     lifted(pool.__name__, words, PADDED, "verified unmask-rows", pool, samples=(1,))
 

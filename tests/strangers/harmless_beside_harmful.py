@@ -47,21 +47,6 @@ class RowsThatTheLossDrops(Lifting):
         return super().forward(x) / scale[:, None] + torch.log(power)[:, None]
 
 
-MASKS = torch.ones(3, 5)
-MASKS[0, 3:] = 0.0
-
-
-@rows(
-    DIVISION,
-    {"x": normal(3, 5, 8), "mask": MASKS, "size": torch.tensor([1.0, 2.0, 0.0])},
-    line="/ size",
-    samples=(2,),
-)
-class MaskThatAMaximumEnds(Lifting):
-    def forward(self, x, mask, size):
-        return ((super().forward(x) + torch.log(mask)[..., None]) / size[:, None, None]).amax(1)
-
-
 def of_the_taken(output, batch):
     return -output.float().gather(1, batch["action"][:, None]).mean()
 
@@ -114,12 +99,6 @@ def of_the_finite(output, _batch):
 class InfinitiesThatTheLossLeavesOut(Lifting):
     def forward(self, x, allowed):
         return super().forward(x) + torch.log(allowed), (x @ self.lift.weight.T).square().sum(1)
-
-
-LEVELS = torch.ones(4, 3)
-LEVELS[[0, 2], [0, 1]] = 0.0
-USED = torch.ones(4, 3)
-USED[0, 0] = 0.0
 
 
 BANNED = torch.zeros(4, 4, dtype=torch.bool)

@@ -63,9 +63,3 @@ class Padded(nn.Linear):
 def damped(gain):
     """h / (1 + exp(h * gain)): the quotient is 0 where the exponential is infinite."""
     return Lifted(lambda h, x: h.float() / (1 + torch.exp(h.float() * gain)))
-
-
-@rows.lifted("healthy", BATCH, loss=mean)
-def rooted(h, x):
-    """The root of a relu: its infinite derivative at 0 meets relu's zero, and is replaced."""
-    return torch.sqrt(torch.relu(h))

@@ -129,19 +129,6 @@ def doubled_if_small(output, _):
 hiding("silent", name="loss that an overflow decides", loss=doubled_if_small)(lambda _model, h: h)
 
 
-def large(output, _):
-    return output.float().mean() * 1e9
-
-
-def gradients_come_after(report):
-    return report.bad_gradients and "gradient-overflow" in [diagnosis.cause.code for diagnosis in report.also]
-
-
-@hiding("silent . mul silent-overflow", loss=large, holds=gradients_come_after)
-def silent_overflow_before_the_gradients(model, h):
-    return torch.cat([1e-3 * model.layer(h), 1e5 * (h / squares(h))])
-
-
 @hiding("cannot-tell", says=("The output is finite, but 99.9 % off fp32's under fp16 autocast",))
 def output_far_from_fp32(_model, h):
     """Code that asks for an Inf is meant to get one, but what it returns then is not what fp32 returns."""

@@ -57,18 +57,6 @@ class Detector(nn.Module):
         return self.out(torch.relu(self.hidden(x.to(self.hidden.weight.dtype))))
 
 
-# a larger eps keeps small gradients from training, and is no fix
-@rows("* * * optimizer-eps-underflow", after_step(torch.optim.RMSprop), fix="verified keep-module")
-class Words(nn.Embedding):
-    """Pure fp16, with words that no step has seen."""
-
-    def __init__(self):
-        super().__init__(3, 4, dtype=torch.half)
-
-    def forward(self, x):
-        return super().forward(x.long())
-
-
 @rows("* * * optimizer-eps-underflow", after_step(torch.optim.Adagrad), fix="none")
 class Faint(nn.Linear):
     """Pure fp16, with gradients whose squares are 0 there: the step made all weights infinite."""

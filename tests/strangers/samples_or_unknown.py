@@ -39,12 +39,6 @@ def messages(self, x, edge_index):
     return self.end(self.entry(x)[edge_index[0]])
 
 
-def heads(self, x):
-    parts = self.entry(x / 1e3).view(4, 6, 2, 4).transpose(1, 2).reshape(8, 6, 4)
-    mixed = torch.bmm(torch.softmax(torch.bmm(parts, parts.transpose(1, 2)), -1), parts)
-    return self.end(mixed.view(4, 2, 6, 4).transpose(1, 2).reshape(4, 6, 8) * 100)
-
-
 def attended(steps_first):
     """Attention along the first or the second dimension of the batch."""
 
@@ -78,7 +72,6 @@ KNOWN = {
     ),
     "attention along the second": (attended(steps_first=False), {"x": hot(4, 6, 8)}),
     "maps": (lambda self, x: self.end(self.entry(x).half().amax(dim=(1, 2))), {"x": hot(8, 8, 8, 8)}),
-    "heads": (heads, SERIES),
     "a column of numbers": (lambda self, x, y: self.end(y[:, None].half() - self.entry(x)), {**FLAT, "y": normal(4)}),
     "first token": (lambda self, x: self.end(self.entry(x)[:, 0]), SERIES),
     "pairs apart": (lambda self, a, b: self.end(self.entry(a)) + self.entry(b), {"a": hot(4, 8), "b": normal(4, 8)}),

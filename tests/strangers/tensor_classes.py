@@ -1,10 +1,9 @@
-"""Tensor classes and dispatch modes that answer each operation themselves: their operations are traced all the same."""
+"""Tensor classes, and modes of checkpoints, that answer each operation themselves: their operations are traced all the same."""
 
 from functools import partial
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -83,17 +82,6 @@ class Hiding(nn.Linear):
         return super().forward(Opaque(x))
 
 
-class Counting(TorchDispatchMode):
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        return op(*args, **(kwargs or {}))
-
-
-class Counted(nn.Linear):
-    def forward(self, x):
-        with Counting():
-            return super().forward(x)
-
-
 class Selective(nn.Linear):
     def forward(self, x):
         def choose(context, op, *args, **kwargs):
@@ -125,7 +113,7 @@ def mean_square(output, batch):
     return output.float().square().mean()
 
 
-LAYERS = (InFp8, Hiding, Counted, Selective, Ragged)
+LAYERS = (InFp8, Hiding, Selective, Ragged)
 BATCH, MUL = {"x": normal(4, 8)}, "precision . mul elementwise-overflow"
 QUIET = {"never": ("ASSERT", "could not be traced"), "loss": mean_square}
 for layer in LAYERS:

@@ -3,10 +3,9 @@
 import torch
 from torch import nn
 from torch.func import functional_call, grad, jacrev, jvp, vmap
-from torch.nn.utils.parametrizations import spectral_norm
 
 from strangers.rows import Rows
-from strangers.visits import mean, normal
+from strangers.visits import normal
 
 rows = Rows()
 BATCH = {"x": normal(4, 8)}
@@ -22,14 +21,6 @@ class Layered(nn.Module):
         super().__init__()
         self.inner = nn.Linear(8, 8)
         self.head = nn.Linear(8, 2)
-
-
-@rows("healthy", BATCH, **WITH_BACKWARD)
-class PerSample(Layered):
-    """A layer under vmap, with weights that want gradients."""
-
-    def forward(self, x):
-        return self.head(vmap(lambda row: self.inner(row).relu() * row)(x))
 
 
 @rows("healthy", BATCH, **WITH_BACKWARD)
@@ -50,15 +41,6 @@ def dead_weight_with_its_norm_in_a_hook():
     model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(8, 8)), nn.Linear(8, 2))
     with torch.no_grad():
         model[0].weight_orig.zero_()
-    return model
-
-
-@rows("numerics 0.parametrizations.weight.0 div division-by-zero", BATCH, 0.0)
-@rows("healthy", BATCH, 1.0, loss=mean)
-def spectral_norm_of_a_weight(factor):
-    model = nn.Sequential(spectral_norm(nn.Linear(8, 8)), nn.Linear(8, 2))
-    with torch.no_grad():
-        model[0].parametrizations.weight.original.mul_(factor)
     return model
 
 

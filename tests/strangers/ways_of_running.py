@@ -11,7 +11,6 @@ from strangers.visits import Between, normal
 rows = Rows()
 THREE, FOUR, LOUD = {"x": normal(3, 8)}, {"x": normal(4, 8)}, {"x": 1e3 * normal(3, 8)}
 MUL = "precision middle mul elementwise-overflow"
-JIT = ("`torch.jit:DeprecationWarning",)
 
 
 @rows.between("precision middle add elementwise-overflow", THREE)
@@ -50,31 +49,10 @@ for is_reentrant in (True, False):
     rows(singular, THREE, distance, is_reentrant, line=".sqrt()", **REENTRANT)(Checkpointed)
 
 
-class Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x * x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (x,) = ctx.saved_tensors
-        return 3 * x * x * gradient
-
-
-rows.between(MUL, {"x": 200 * normal(3, 8)}, name="custom function", line="return x * x * x")(Cube.apply)
-
-
 @rows.between(MUL, {"x": 1e3 * normal(30, 8)}, holds=lambda report: "ValueError" in report.runs.autocast.raised)
 def distribution_that_validates_its_arguments(x):
     energy = x * x
     return torch.distributions.Normal(energy - energy.mean(), 1.0, validate_args=True).rsample()
-
-
-@rows(MUL, LOUD, torch.jit.script, ignores=JIT)
-@rows(MUL, LOUD, lambda block: torch.jit.trace(block, normal(3, 8)), ignores=JIT)
-def compiled_block(compiled):
-    return Between(compiled(Square()))
 
 
 class Square(nn.Module):
@@ -110,13 +88,6 @@ class WeightTooLargeForItsCast(nn.Module):
         return torch.func.functional_call(self.own, weights, (x,))
 
 
-@rows.between("healthy", LOUD)
-def region_without_autocast(x):
-    with torch.autocast("cuda", enabled=False):
-        squares = x.float() ** 2
-        return squares / squares.sum(-1, keepdim=True)
-
-
 @rows.between("precision exit linear input-cast-overflow", LOUD)
 def what_leaves_an_fp32_region(x):
     with torch.autocast("cuda", enabled=False):
@@ -131,12 +102,6 @@ def what_leaves_an_fp32_region(x):
 )
 def spectrum_that_fp32_cannot_hold(x):
     return torch.fft.rfft(x.float() * 1e38).abs()[:, :8]
-
-
-@rows.between("numerics middle div division-by-zero", THREE)
-def complex_numbers_divided_by_zero(x):
-    z = torch.view_as_complex(x.float().view(-1, 4, 2))
-    return torch.view_as_real(z / (z.abs() - z.abs())).flatten(1)
 
 
 @rows(MUL, FOUR, 1e6, 1.0, line="made[:2] = x[:2] * first")
