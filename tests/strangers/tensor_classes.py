@@ -1,4 +1,4 @@
-"""Tensor classes, and modes of checkpoints, that answer each operation themselves: their operations are traced all the same."""
+"""Tensor classes, and modes of checkpoints, that answer each operation themselves: their operations are traced too."""
 
 from functools import partial
 

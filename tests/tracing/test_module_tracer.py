@@ -2,7 +2,6 @@
 
 import math
 import weakref
-from contextlib import suppress
 
 import pytest
 import torch
@@ -112,22 +111,6 @@ def test_a_caught_exception_ends_only_the_calls_it_passed():
     ]
 
 
-def test_an_exception_in_a_hook_of_the_user_upsets_no_other_call():
-    def refuse(*_):
-        raise ValueError("hook")
-
-    def forward(x):
-        with suppress(ValueError):
-            model.child(x)
-        return model.last(x)
-
-    model = Returns(forward)
-    model.child, model.last = nn.ReLU(), nn.Tanh()
-    model.child.register_forward_pre_hook(refuse)
-    calls = trace(model, ONE)
-    assert [(call.module, call.depth, call.leave) for call in calls] == [("", 0, 4), ("child", 1, None), ("last", 1, 3)]
-
-
 def test_hooks_of_the_user_are_respected():
     model = Chain(child=nn.Identity(), last=nn.Identity())
     model.child.register_forward_pre_hook(lambda _, args: (args[0] + 1,))
@@ -157,19 +140,6 @@ def test_a_tensor_read_again_for_counts_gets_them():
         first, second = tracer.read(tensor), tracer.read(tensor, counts=True)
     assert first[0][1].counts is None
     assert (second[0][1].counts.num_nan, second[0][1].finite_limits) == (1, (1.0, 1.0))
-
-
-@pytest.mark.parametrize("whole", [True, False], ids=["whole model", "one module"])
-def test_compiled_modules_run_eagerly_while_they_are_traced(whole):
-    model = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
-    graphs = []
-    compiled = torch.compile(model, backend=lambda graph, _: graphs.append(graph) or graph.forward)
-    traced_model = compiled if whole else Chain(part=compiled)
-    last = trace(traced_model, ONE)[-1]
-    assert last.type == "ReLU"
-    assert not graphs
-    compiled(ONE)
-    assert len(graphs) == 1
 
 
 def test_tensors_of_a_subclass_are_measured_as_plain_ones():

@@ -181,18 +181,6 @@ def test_a_nested_tensor_is_measured_over_all_its_rows(layout):
     assert stats.counts.samples == ()
 
 
-def test_a_tensor_under_vmap_keeps_its_mapped_dimension():
-    seen = []
-
-    def double(row):
-        seen.append(measure(row, counts=True))
-        return row * 2
-
-    torch.vmap(double)(torch.tensor([[1.0, 2.0], [INF, 4.0]]))
-    (stats,) = collect([("", seen[0])])
-    assert (stats.shape, stats.counts.first_bad_index, stats.absmax) == ((2, 2), (1, 0), 4.0)
-
-
 @pytest.mark.parametrize("width", [64, 100, 256, 1000])
 def test_the_sample_of_a_large_tensor_spans_rows_and_columns(width):
     columns = torch.arange(float(width)).expand(1000, width)

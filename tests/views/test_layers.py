@@ -34,14 +34,6 @@ def test_a_container_is_shown_if_it_computes(residual, more):
     assert labels(select_layers(factory.report(runs_of(*block(residual))))) == ["block.a", "block.b", *more]
 
 
-def test_a_container_that_gathers_and_reshapes_outputs_passes_on():
-    a = factory.row("a", "Linear", factory.tensor(1.0), depth=1)
-    b = factory.row("b", "Linear", factory.tensor(2.0), depth=1)
-    flat = factory.tensor(2.0, path=".features", shape=(4 * 16 * 32 * 32,))
-    root = replace(factory.row("", "Net", flat, depth=0), outputs=(flat, factory.tensor(1.0, path=".logit")))
-    assert labels(select_layers(factory.report(runs_of(a, b, root)))) == ["a", "b"]
-
-
 BLOCKS = (
     *block(residual=True)[:3],
     *(factory.put(row, module=row.place.module.replace("block", "next")) for row in block(True, size=10.0)[:3]),
