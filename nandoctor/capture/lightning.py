@@ -10,14 +10,11 @@ from typing import Any
 from nandoctor.capture.recorder import Recorder
 from nandoctor.torch_compat import read_loss_scale
 
-
-def _find_base() -> Any:
-    """Return the Callback class of the package that the training uses, `pytorch_lightning` or `lightning.pytorch`."""
-    old = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
-    return importlib.import_module("pytorch_lightning" if old else "lightning.pytorch").Callback
+_IS_OLD = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
+_Callback: Any = importlib.import_module("pytorch_lightning" if _IS_OLD else "lightning.pytorch").Callback
 
 
-class RecorderCallback(_find_base()):  # type: ignore[misc]
+class RecorderCallback(_Callback):  # type: ignore[misc]
     """A callback that records every `training_step`: `Trainer(callbacks=[RecorderCallback(folder="dumps")])`.
 
     The replay builds the LightningModule with its saved hyperparameters (`self.save_hyperparameters()`) and calls

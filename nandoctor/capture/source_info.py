@@ -100,7 +100,10 @@ class ProjectSources:
 
     def _add_new(self) -> None:
         here = os.path.realpath(".").rstrip(os.sep) + os.sep
-        for path in sorted({os.path.realpath(file) for file in _loaded_files() | self._named}):
+        # Read from the modules' dicts: an attribute access might import more.
+        loaded = [getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())]
+        files = {file for file in loaded if isinstance(file, str)} | self._named
+        for path in sorted({os.path.realpath(file) for file in files}):
             name = path.removeprefix(here).replace(os.sep, "/")
             is_new = path.endswith(".py") and path.startswith(here) and name not in self._hashes
             if is_new and len(self._hashes) < _MAX_SOURCES and not is_installed(Path(path)):
@@ -120,12 +123,6 @@ def source_file(thing: Any) -> Path | None:
     except (TypeError, OSError):  # built in, or typed into a console
         path = read_attribute(sys.modules.get(str(read_attribute(thing, "__module__"))), "__file__")
     return Path(path).resolve() if path and Path(path).is_file() else None
-
-
-def _loaded_files() -> set[str]:
-    """Return the files of the loaded modules, read from their dicts: an attribute access might import more."""
-    files = [getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())]
-    return {file for file in files if isinstance(file, str)}
 
 
 def is_typed(source: Mapping[str, str]) -> bool:

@@ -121,7 +121,10 @@ class StepPolicy:
         step.decided = True
         reason, scale = step.reason, step.loss_scale
         failed = bool(reason) and (reason != "skipped" or _is_below_1(scale))
-        worth_saving = (scale is not None and self._is_new_skip(step, scale)) or failed
+        is_new_skip = scale is not None and step.was_skipped and not self._scale_search.expects_skip(scale)
+        if scale is not None and step.updates and not step.was_skipped:
+            self._scale_search.add_success(scale)
+        worth_saving = is_new_skip or failed
         self.history.add(step.step, failed=failed, worth_saving=worth_saving)
         if not worth_saving:
             return
@@ -142,14 +145,6 @@ class StepPolicy:
         path, saved = self._save(step, "loss" if step.loss_nonfinite else reason, "requested")
         LOG.warning("Step %d: saved on request (%s). %s", step.step, reason, saved)
         return path
-
-    def _is_new_skip(self, step: RecordedStep, scale: float) -> bool:
-        """Return True if the scaler skipped the step at a scale that had worked before."""
-        if step.was_skipped:
-            return not self._scale_search.expects_skip(scale)
-        if step.updates:
-            self._scale_search.add_success(scale)
-        return False
 
     def _save(self, step: RecordedStep, reason: str, event: str) -> tuple[Path | None, str]:
         """Write the step; return the file, or None, and a sentence that says what to do next.

@@ -68,7 +68,8 @@ class TrainedParameters:
         self.names, self.parameters = tuple(owned), list(owned.values())
         self.sharded = any(map(is_sharded, self.parameters))
         self._joint: JoinOrder | None = None
-        if all(map(_is_on_cpu, self.parameters)):  # in an order in which a few calls can copy and measure them
+        # Dense real tensors on a CPU are put into groups once: in an order in which a few calls copy and measure them.
+        if all(it.device.type == "cpu" and can_join(it) and it.is_floating_point() for it in self.parameters):
             self._joint = JoinOrder(self.parameters)
             self.names = tuple(self.names[place] for place in self._joint.places)
             self.parameters = [self.parameters[place] for place in self._joint.places]
@@ -167,11 +168,6 @@ def has_room(tensors: Sequence[torch.Tensor], undo_nbytes: int) -> bool:
     devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}  # a CPU's memory is less scarce
     bounds = [_UNDO_SHARE * torch.cuda.get_device_properties(device).total_memory for device in devices]
     return memory_of(tensors) <= min([undo_nbytes, *bounds])
-
-
-def _is_on_cpu(tensor: torch.Tensor) -> bool:
-    """Return True for dense real tensors on a CPU, which are put into groups once and not at each step."""
-    return tensor.device.type == "cpu" and can_join(tensor) and tensor.is_floating_point()
 
 
 def _num_nonfinite(tensor: torch.Tensor) -> int:

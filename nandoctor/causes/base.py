@@ -110,15 +110,10 @@ class Finding:
             yield op
             if op.op not in MOVES | CASTS or not op.inputs:
                 return
-            moved = (given for given in op.inputs if _has_values_of(given, tensor))  # of several, as to one shape
+            # Of several that are moved, as to one shape, it is the one with the same smallest and largest value.
+            limits = tensor.stats and (tensor.stats.min, tensor.stats.max)
+            moved = (it for it in op.inputs if limits and it.stats and (it.stats.min, it.stats.max) == limits)
             tensor = next(moved, op.inputs[0])
-
-    def is_from_batch(self, tensor: OpTensor) -> bool:
-        """Return True if the tensor is an array of the batch, at most moved or cast."""
-        if tensor.origin == "batch":
-            return True
-        first = [*self.sources(tensor)][-1:]
-        return any(op.op in MOVES | CASTS and op.inputs and op.inputs[0].origin == "batch" for op in first)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,12 +160,6 @@ class OutsideTensor:
     low: FloatFormat | None = None
     built: bool = False
     in_fp32: float | None = None
-
-
-def _has_values_of(one: OpTensor, other: OpTensor) -> bool:
-    """Return True if two tensors have the same smallest and largest value, as one that was only moved has."""
-    ours, theirs = one.stats, other.stats
-    return ours is not None and theirs is not None and (ours.min, ours.max) == (theirs.min, theirs.max)
 
 
 def outside_evidence(kind: str, finding: OutsideTensor, how: str = "is non-finite") -> tuple[Evidence, ...]:
@@ -357,12 +346,9 @@ def mask_candidates(op: OpCall, argument: str, ops: Sequence[OpCall], *, safe: f
     for later in (later for later in ops if later.phase != "backward"):
         taken = [tensor for tensor in later.inputs if tensor.producer in made]
         made |= {later.order} if taken else set()
-        has_mask = later.op in ("where", "masked_fill", "mul") and any(map(_is_mask, later.inputs))
+        # A mask are flags, or numbers from 0 to 1.
+        has_flags = any(it.stats is None or (it.stats.min, it.stats.max) == (0, 1) for it in later.inputs)
+        has_mask = later.op in ("where", "masked_fill", "mul") and has_flags
         if len(taken) == 1 and (has_mask or (later.op in TRIANGLES and not safe)):
             masked = taken[0].name
             yield (MaskFirst(site=site, argument=argument, safe=safe, mask=site_of(later), masked=masked),)
-
-
-def _is_mask(tensor: OpTensor) -> bool:
-    """Return True for flags, and for numbers from 0 to 1 as a mask's."""
-    return tensor.stats is None or (tensor.stats.min, tensor.stats.max) == (0, 1)

@@ -33,7 +33,7 @@ from nandoctor.causes.invalid_domain import clamp_into_domain
 from nandoctor.causes.sentences import operand, subject, where_it_began
 from nandoctor.changes.places import singular_inputs
 from nandoctor.evidence.report import Account
-from nandoctor.evidence.trace import OpCall, OpTensor
+from nandoctor.evidence.trace import OpCall
 from nandoctor.ops import DOMAINS, Domain
 from nandoctor.text import constant, kinds_text, number
 
@@ -69,10 +69,6 @@ def diagnose(finding: GradientFinding) -> Account | None:
     )
 
 
-def _has_zeros(tensor: OpTensor) -> bool:
-    return tensor.stats is not None and 0 in (tensor.stats.min, tensor.stats.max)
-
-
 def _is_beside_singularity(forward: OpCall) -> bool:
     """Return True if every argument is known to stay off the points where the op's derivative is infinite."""
     domain = DOMAINS.get(forward.op, Domain(low=0.0, high=0.0))
@@ -100,7 +96,9 @@ def suggest(finding: GradientFinding) -> Iterator[Candidate]:
     edge = singular_edge(forward)
     # If the forward is infinite too, do not guard with 0: this batch may not select it, but the next one may.
     guards = guard_candidate(forward, edge=edge) if forward.outputs_finite else ()
-    taken = forward.inputs[:1] if len(forward.inputs) == 1 else [it for it in forward.inputs if _has_zeros(it)]
+    taken = forward.inputs
+    if len(taken) > 1:
+        taken = tuple(it for it in taken if it.stats is not None and 0 in (it.stats.min, it.stats.max))
     names = ["other"] if forward.op in _OF_TWO else [it.name for it in taken]
     yield (*clamp_into_domain(forward), *guards) or tuple(
         edit for name in names for edit in off_zero_candidate(forward, name, signed=True)

@@ -22,7 +22,7 @@ from nandoctor.causes.base import Finding
 from nandoctor.causes.sentences import operand, subject
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import Operand
-from nandoctor.ops import CASTS, PRODUCTS
+from nandoctor.ops import CASTS, MOVES, PRODUCTS
 from nandoctor.text import code, excess, number
 
 TITLE = "The input is too large for the cast to the lower precision"
@@ -43,7 +43,9 @@ def diagnose(finding: Finding) -> Account | None:
 def _explain(finding: Finding, taken: Operand, absmax: float) -> Account:
     target, tensor = finding.format, finding.op.find_input(taken.name)
     assert tensor is not None
-    is_from_batch = finding.is_from_batch(tensor)
+    first = [op for op in [*finding.sources(tensor)][-1:] if op.op in MOVES | CASTS]
+    moved = (tensor, *(given for op in first for given in op.inputs[:1]))  # an array is at most moved or cast
+    is_from_batch = any(given.origin == "batch" for given in moved)
     name = code(tensor.path) if is_from_batch and tensor.path else operand(finding.op, taken.name)
     what = f"the batch's {tensor.path or taken.name}" if is_from_batch else name or "its input"
     is_cast = finding.op.op in CASTS

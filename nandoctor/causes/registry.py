@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from itertools import pairwise
 from typing import Any, Protocol
 
 from nandoctor.causes import (
@@ -148,16 +149,13 @@ def find_page(code: str) -> Page:
 def _read_page(module: CauseModule) -> Page:
     assert module.__doc__ is not None
     first, *lines = module.__doc__.splitlines()
+    starts = [index for index, line in enumerate(lines) if line in SECTIONS]
+    spans = pairwise([*starts, len(lines)])
     return Page(
         code=code_of(module),
         title=module.TITLE,
         summary=first.removeprefix(f"{code_of(module)}: "),
-        sections=tuple(_read_sections(lines)),
+        sections=tuple(
+            (lines[start], " ".join(map(str.strip, lines[start + 1 : end])).strip()) for start, end in spans
+        ),
     )
-
-
-def _read_sections(lines: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield each heading with the indented lines below it as one paragraph."""
-    starts = [index for index, line in enumerate(lines) if line in SECTIONS]
-    for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
-        yield lines[start], " ".join(line.strip() for line in lines[start + 1 : end]).strip()

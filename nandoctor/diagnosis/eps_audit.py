@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import isfinite
 
@@ -22,7 +22,14 @@ def audit(ops: Sequence[OpCall], slots: Sequence[OptimizerSlot] = ()) -> tuple[E
     """Return every constant that the `ops` of one run and the optimizer use, once for each line, format and value."""
     guards = _guards(ops)
     seen = [use for op in ops for use in _uses(op, ops, guards)]
-    return fold([*seen, *map(_in_optimizer, slots)])
+    for slot in slots:
+        use = EpsUse(place="optimizer", module="", type="", name="eps", value=slot.eps)
+        seen.append(_in_format(use, slot.moment.dtype) if slot.eps else use)
+    groups: dict[tuple[object, ...], list[EpsUse]] = {}
+    for use in seen:
+        line = (use.source.file, use.source.line) if use.source else use.type  # or layers of one type
+        groups.setdefault((use.place, line, use.name, use.value, use.op, use.dtype), []).append(use)
+    return tuple(replace(group[0], num_uses=len(group)) for group in groups.values())
 
 
 def _uses(op: OpCall, ops: Sequence[OpCall], guards: frozenset[int]) -> Iterator[EpsUse]:
@@ -93,17 +100,3 @@ def _in_format(use: EpsUse, dtype: FloatFormat) -> EpsUse:
     rounded = dtype.round(use.value)
     rel_err = abs(rounded - use.value) / abs(use.value)
     return replace(use, dtype=dtype, rounded=rounded, rel_err=rel_err, effect=effect_of(rounded, dtype))
-
-
-def _in_optimizer(slot: OptimizerSlot) -> EpsUse:
-    use = EpsUse(place="optimizer", module="", type="", name="eps", value=slot.eps)
-    return _in_format(use, slot.moment.dtype) if slot.eps else use
-
-
-def fold(uses: Iterable[EpsUse]) -> tuple[EpsUse, ...]:
-    """Merge uses of the same number in the same format, on the same line or in layers of one type."""
-    groups: dict[tuple[object, ...], list[EpsUse]] = {}
-    for use in uses:
-        line = (use.source.file, use.source.line) if use.source else use.type
-        groups.setdefault((use.place, line, use.name, use.value, use.op, use.dtype), []).append(use)
-    return tuple(replace(group[0], num_uses=len(group)) for group in groups.values())

@@ -36,7 +36,10 @@ def find_removal(op: OpCall, ops: Sequence[OpCall], backward: BackwardOps) -> tu
     first op whose gradient is 0 there although the one that it got is not. None if the gradient that comes back is not
     0, or becomes 0 in another way, such as the derivative of a square at 0.
     """
-    if op.forward is None or not _meets_zero(op):
+    operands = op.analysis.operands if op.analysis is not None else ()
+    # The incoming gradient has to be exactly 0 at the worst element; in doubt, anywhere.
+    meets_zero = any(it.at_worst == 0 or (it.at_worst is None and it.counts.num_zero) for it in operands)
+    if op.forward is None or not meets_zero:
         return None, False
     forward, place = ops[op.forward], _find_place(op)
     is_hidden, carriers = not forward.outputs_finite, {forward.order}
@@ -69,12 +72,6 @@ def _passes_on(node: OpCall, given: NDArray[np.float32], made: NDArray[np.float3
     if given.shape == made.shape:
         return bool(np.isclose(made[kept], given[kept], rtol=_ROUNDING, atol=0).all())
     return node.op in MOVES or bool(np.isin(made[kept], given).all())
-
-
-def _meets_zero(op: OpCall) -> bool:
-    """Return True if the incoming gradient is exactly 0 at the worst element; in doubt, if it is 0 anywhere."""
-    operands = op.analysis.operands if op.analysis is not None else ()
-    return any(taken.at_worst == 0 or (taken.at_worst is None and taken.counts.num_zero) for taken in operands)
 
 
 def _find_place(op: OpCall) -> tuple[int, int] | None:

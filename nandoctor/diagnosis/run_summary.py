@@ -11,7 +11,7 @@ import numpy as np
 
 from nandoctor.evidence.formats import EDGE, FP16, FloatFormat
 from nandoctor.evidence.report import LayerRow, Runs, RunSummary, SourceExcerpt
-from nandoctor.evidence.trace import ModuleCall, SourceLine, TensorStats, Trace, largest_of
+from nandoctor.evidence.trace import SourceLine, TensorStats, Trace, largest_of
 from nandoctor.source_files import parse
 from nandoctor.text import relative_path
 
@@ -69,9 +69,21 @@ def align(trace: Trace, reference: Trace, low: FloatFormat) -> tuple[LayerRow, .
 
     Headroom is measured against `low`, whatever format the trace ran in. Calls that never returned come last.
     """
-    others = {call.key: call for call in reference.calls}
-    returned = sorted(trace.calls, key=lambda call: math.inf if call.leave is None else call.leave)
-    return tuple(_row(call, others.get(call.key), low) for call in returned)
+    others, rows = {call.key: call for call in reference.calls}, list[LayerRow]()
+    for call in sorted(trace.calls, key=lambda call: math.inf if call.leave is None else call.leave):
+        other, absmax = others.get(call.key), largest_of(call.outputs)
+        row = LayerRow(
+            place=call.place,
+            depth=call.depth,
+            inputs=call.inputs,
+            outputs=call.outputs,
+            headroom_bits=None if absmax is None else low.headroom_bits(absmax),
+            rel_err=relative_error(call.outputs, other.outputs) if other else None,
+            inherited_err=relative_error(call.inputs, other.inputs) if other else None,
+            state=call.state,
+        )
+        rows.append(row)
+    return tuple(rows)
 
 
 def relative_error(tensors: tuple[TensorStats, ...], references: tuple[TensorStats, ...]) -> float | None:
@@ -106,20 +118,6 @@ def outputs_differ(tensors: tuple[TensorStats, ...], references: tuple[TensorSta
     """Return True if finite values are too far from fp32's for mere rounding."""
     error = relative_error(tensors, references)
     return error is not None and error > WRONG
-
-
-def _row(call: ModuleCall, other: ModuleCall | None, low: FloatFormat) -> LayerRow:
-    absmax = largest_of(call.outputs)
-    return LayerRow(
-        place=call.place,
-        depth=call.depth,
-        inputs=call.inputs,
-        outputs=call.outputs,
-        headroom_bits=None if absmax is None else low.headroom_bits(absmax),
-        rel_err=relative_error(call.outputs, other.outputs) if other else None,
-        inherited_err=relative_error(call.inputs, other.inputs) if other else None,
-        state=call.state,
-    )
 
 
 CONTEXT = 3

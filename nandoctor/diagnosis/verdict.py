@@ -12,7 +12,7 @@ from nandoctor.diagnosis.run_summary import outputs_differ, relative_error
 from nandoctor.evidence.dump_summary import NO_TARGET, ArraySummary, DumpSummary, SavedFlags
 from nandoctor.evidence.formats import FP8_E4M3, FP8_E5M2, FP32, FloatFormat
 from nandoctor.evidence.report import Diagnosis, FirstNonfinite, Reproduction
-from nandoctor.evidence.trace import OpCall, SourceLine, Trace, describe_run
+from nandoctor.evidence.trace import SourceLine, Trace, describe_run
 from nandoctor.evidence.verdicts import NOTHING_FOUND, Verdict
 from nandoctor.ops import BACKWARD_HOOK
 from nandoctor.text import file_line, join_first, nonfinite_part, part_of, percent, plural
@@ -109,19 +109,16 @@ def doubt_rounding(trace: Trace, reference: Trace, *, random: bool) -> Iterator[
             remedy="Guard that operation: another batch or precision may fail there.",
         )
     elif trace.finite and not random and outputs_differ(trace.output, reference.output):
-        off, begins = percent(relative_error(trace.output, reference.output)), _find_error(trace, reference)
+        off = percent(relative_error(trace.output, reference.output))
+        pairs = ((op, reference.by_key.get(op.key)) for op in trace.ops)
+        wrong = (op for op, same in pairs if same is not None and outputs_differ(op.outputs, same.outputs))
+        begins = next(wrong, None)
         first = f" It is first more than 10 % off at {name_op(begins.op, begins.source)}." if begins is not None else ""
         yield Gap(
             text=f"The output is finite, but {off} off fp32's {under}, and no overflow explains it.{first}",
             remedy="Compute in fp32 what comes before. A choice (a branch, a top-k) may have come out otherwise, a "
             "small constant be 0 in half precision, or digits be lost.",
         )
-
-
-def _find_error(trace: Trace, reference: Trace) -> OpCall | None:
-    """Return the first op whose result is too far from fp32's for rounding."""
-    pairs = ((op, reference.by_key.get(op.key)) for op in trace.ops)
-    return next((op for op, same in pairs if same is not None and outputs_differ(op.outputs, same.outputs)), None)
 
 
 def doubt_gradients(trace: Trace) -> Gap:
