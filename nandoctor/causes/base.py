@@ -134,9 +134,8 @@ class GradientFinding(Finding):
         """True if the gradients of the fp32 run are finite at the same op, or all are if it has none there."""
         if self.op.phase != "backward":
             return self.reference_op is not None and self.reference_op.outputs_finite
-        same = [op for op in self.reference.backward if op.key == self.op.key]
         # A cast to fp32 has no backward in a run that is fp32 throughout.
-        return all(op.outputs_finite for op in same) if same else not self.reference.bad_gradients
+        return self.reference.finite_gradients.get(self.op.key, not self.reference.bad_gradients)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -351,6 +351,12 @@ class Trace:
         """The ops by their keys, as which another run has them too."""
         return {op.key: op for op in self.ops}
 
+    @cached_property
+    def finite_gradients(self) -> Mapping[tuple[str, int, str, int], bool]:
+        """By the keys of the backward pass's ops, True if the gradients of all with that key are finite."""
+        sick = {op.key for op in self.backward if not op.outputs_finite}
+        return {op.key: op.key not in sick for op in self.backward}
+
     @property
     def finite(self) -> bool:
         """True if the model's output, and the loss if there is one, are entirely finite."""
