@@ -10,6 +10,7 @@ from typing import Any
 from nandoctor.capture.recorder import Recorder
 from nandoctor.torch_compat import read_loss_scale
 
+# The package that the training uses has the class that its Trainer accepts.
 _IS_OLD = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
 _Callback: Any = importlib.import_module("pytorch_lightning" if _IS_OLD else "lightning.pytorch").Callback
 

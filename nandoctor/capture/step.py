@@ -166,7 +166,7 @@ class RecordedStep:
                     **({"differentiable": list(packed.differentiable)} if packed.differentiable else {}),
                     **({"rng": describe_generators(states)} if states else {}),
                 }
-                for packed, states in zip(self.calls, (None, *self.random[1:]), strict=True)
+                for packed, states in zip(self.calls, (None, *self.random[1:]), strict=False)
             ],
             "rng": describe_generators(self.random[0]),
             "watched": list(self.inside),
