@@ -52,7 +52,7 @@ def _no_fix(report: Report, fixes: Sequence[Fix]) -> Section | None:
         return None
     tried = [Fact("tried", f"{fix.title} ({describe_result(fix, report)})") for fix in fixes[:_MAX_LISTED]]
     more = f", of {plural(len(fixes), 'change')}" if len(fixes) > _MAX_LISTED else ""
-    blocks: list[Block] = [Facts([*tried, *why_facts(report)])]
+    blocks: list[Block] = [Facts([*tried, *(Fact("why", note) for note in report.search_notes)])]
     if fixes and fixes[0].workaround is not None and fixes[0].patch:
         blocks += [code_of_fix(fixes[0], brief=True), Facts([*how_to_apply(fixes[0], report)])]
     return Section(f"{heading}{more}", blocks)
@@ -68,7 +68,7 @@ def _all_fixes(report: Report, verified: Sequence[Fix], others: Sequence[Fix]) -
     more = plural(len(shown) - _MAX_OPEN, "more verified fix", "more verified fixes")
     rest = plural(len(failed), "change that was not verified", "changes that were not verified")
     folds = [Section(more, shown[_MAX_OPEN:], folded=True), Section(rest, failed, folded=True)]
-    why: list[Block] = [] if verified else [Facts(why_facts(report))]
+    why: list[Block] = [] if verified else [Facts([Fact("why", note) for note in report.search_notes])]
     return Section(title, [*why, *shown[:_MAX_OPEN], *(fold for fold in folds if fold.blocks)], name="Fixes")
 
 
@@ -84,11 +84,6 @@ def _whole_fix(fix: Fix, number: int, report: Report) -> Section:
 def no_fix_heading(report: Report) -> str:
     """Return the heading of the section of fixes if none is verified; "" if there was no search."""
     return "No fix was verified" if report.fixes else "No fix was found" if report.search_notes else ""
-
-
-def why_facts(report: Report) -> list[Fact]:
-    """Return the reasons why there is no verified fix."""
-    return [Fact("why", note) for note in report.search_notes]
 
 
 def _better_facts(report: Report) -> Iterator[Fact]:
