@@ -45,10 +45,9 @@ class DumpFinding:
 class DumpResult:
     """The result of one file. `reason` says why it was not analysed; `finding` is then None.
 
-    `key` identifies the file, as it was, and the settings of its replay. `report` is the path of the saved report
-    relative to the triage folder, "" without one. `run` and `step` are those of the training; if the file names no run,
-    its folder is one. `sources` are the user's files that the result depends on,
-    each with its sha256.
+    `key` identifies the file, as it was, and the settings of its replay. `report` and `page` are the paths of the saved
+    report relative to the triage folder, "" without one. `run` and `step` are those of the training; if the file names
+    no run, its folder is one. `sources` are the user's files that the result depends on, each with its sha256.
     """
 
     kind: Literal["dump"] = "dump"
@@ -60,6 +59,7 @@ class DumpResult:
     run: str = ""
     step: int | None = None
     report: str = ""
+    page: str = ""
     elapsed_s: float = 0.0
     sources: tuple[tuple[str, str], ...] = ()
 

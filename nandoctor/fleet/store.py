@@ -90,10 +90,7 @@ class Store:
             write_text(answer.report + "\n", self.folder / f"{name}.json")
             result = replace(result, report=f"{name}.json")
         if answer.page:
-            write_text(answer.page, self.page_of(result.key))
+            write_text(answer.page, self.folder / f"{name}.html")
+            result = replace(result, page=f"{name}.html")
         write_text(to_json(result) + "\n", self.folder / _RESULTS / f"{result.key}.json")
         return result
-
-    def page_of(self, key: str) -> Path:
-        """Return the path for the page of a result."""
-        return self.folder / _REPORTS / f"{key}.html"

@@ -181,13 +181,8 @@ class _TriageRun:
             return group
         if result.finding is None:
             return replace(group, fix_note=f"The search for fixes ended early ({result.outcome}): {result.reason}")
-        page = self.store.page_of(result.key)
-        return replace(
-            group,
-            fix=result.finding.fix,
-            fix_note="" if result.finding.fix else f"no change tried on {group.representative} was verified",
-            page=str(page.relative_to(self.store.folder)) if page.is_file() else "",
-        )
+        failed = "" if result.finding.fix else f"no change tried on {group.representative} was verified"
+        return replace(group, fix=result.finding.fix, fix_note=failed, page=result.page)
 
     def _make_job(self, path: Path, *, fixes: bool) -> Job | DumpResult:
         """Return the job of a worker for this file, or the result if that is known."""
