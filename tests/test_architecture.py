@@ -34,7 +34,7 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_521, "tests": 30_625, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_508, "tests": 30_625, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_933,
@@ -48,11 +48,11 @@ MAX_LINES_OF_ROOMS = {
     "engine": 3_118,
     "evidence": 1_708,
     "fixes": 3_869,
-    "fleet": 711,
+    "fleet": 703,
     "repro_scripts": 650,
     "step": 3_113,
     "tracing": 1_677,
-    "views": 2_706,
+    "views": 2_701,
 }
 """What each room may have: never more than it had, or than it is drawn with where it is new. These only go down."""
 
