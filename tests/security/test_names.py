@@ -100,7 +100,7 @@ def elements(page):
 def triage_of(name):
     """A triage in which everything that a file, a model or a path may name is called so."""
     place = CodePlace(file=name, line=3, text=name, module=name, type=name, op=name)
-    names = {"title": name, "headline": name, "place": place, "paths": (name,), "modules": (name,)}
+    names = {"title": name, "headline": name, "place": place, "paths": (name,), "modules": (name,), "grade": "exact"}
     group = Group(
         **names,
         verdict="precision",
