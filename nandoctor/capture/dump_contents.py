@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Mapping
@@ -65,11 +66,18 @@ def _describe_scaler(scaler: Any, step: RecordedStep) -> dict[str, Any]:
 
 
 def _describe_update(spoiled: Update) -> dict[str, Any]:
-    """Return which optimizer turned finite gradients into non-finite weights, which weights, and its settings."""
+    """Return which optimizer turned finite gradients into non-finite weights, which weights, and its settings.
+
+    Of a numeric setting, that is the first non-finite value among the groups, else the last.
+    """
+    settings: dict[str, float] = {}
+    for name, value in (item for group in spoiled.groups for item in group.items()):
+        if type(value) in (int, float) and math.isfinite(settings.get(name, 0.0)):
+            settings[name] = float(value)
     return {
         "optimizer": type(spoiled.optimizer).__name__,
         "parameters": spoiled.trained.nonfinite(),
-        "settings": spoiled.settings(),
+        "settings": settings,
         "largest_gradient": None if spoiled.gradients is None else spoiled.gradients.values()[0],
     }
 
@@ -114,7 +122,8 @@ def _describe_event(step: RecordedStep, reason: str, event: str) -> dict[str, An
 
 def _describe_writes(step: RecordedStep, observer: Observer, *, has_optimizer: bool) -> list[str]:
     """Return a note if the file's weights are not known to be those of the forward."""
-    number = 0 if step.undo is not None else step.updates_since
+    is_skip = step.num_updates > 0 and step.was_skipped and not step.skipped  # a skip of this step is no update
+    number = 0 if step.undo is not None else step.num_updates - is_skip
     if number:
         return [f"the weights of the step: those in the file are {number} update{'s' * (number > 1)} newer"]
     if step.was_rewritten or (not step.num_updates and observer.was_written(step.stamp)):

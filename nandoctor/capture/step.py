@@ -116,11 +116,6 @@ class RecordedStep:
         return None if self.scale is None else self.scale.values()[0]
 
     @property
-    def updates_since(self) -> int:
-        """The number of updates between the forward and now; a skip of this step does not count."""
-        return self.num_updates - int(self.num_updates > 0 and self.was_skipped and not self.skipped)
-
-    @property
     def undo(self) -> Mapping[str, torch.Tensor] | None:
         """The weights from before this step's updates; None if they were not copied, or not written."""
         if not self.num_updates or not self.updates or any(update.undo is None for update in self.updates):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -42,15 +41,6 @@ class Update:
     gradients: Flag | None = None
     undo: Mapping[str, torch.Tensor] | None = None
     weights: Flag | None = None
-
-    def settings(self) -> dict[str, float]:
-        """Return the numeric settings of the groups: for each name the first non-finite value, else the last."""
-        found: dict[str, float] = {}
-        for group in self.groups:
-            for name, value in group.items():
-                if type(value) in (int, float) and math.isfinite(found.get(name, 0.0)):
-                    found[name] = float(value)
-        return found
 
 
 class TrainedParameters:

@@ -88,7 +88,7 @@ class Finding:
         """True if unlimited range would have kept non-finite elements finite, and not most have a divisor of 0."""
         divisors = {tensor.name for tensor in singular_inputs(self.op)} if self.op.op in DIVISIONS else set()
         zeros = sum(taken.counts.num_zero for taken in self.analysis.operands if taken.name in divisors)
-        return self.analysis.overflowed and 2 * zeros <= self.analysis.num_bad
+        return self.analysis.exact is not None and 2 * zeros <= self.analysis.num_bad
 
     @property
     def is_past_float64(self) -> bool:

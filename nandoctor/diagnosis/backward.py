@@ -146,7 +146,7 @@ def _find_kept(inside: Finding, trace: Trace, reference: Trace, low: FloatFormat
         return None
     taken = [tensor.stats for tensor in inside.op.nonfinite_inputs if tensor.stats is not None]
     kept = {_places(stats.numel, stats.counts) for stats in taken if stats.counts is not None}
-    overflows = (op for op in trace.ops if op.analysis is not None and op.analysis.overflowed)
+    overflows = (op for op in trace.ops if op.analysis is not None and op.analysis.exact is not None)
     found = (it for it in find_at(overflows, trace.ops, reference, low) if it.reference_is_finite)
     return next((it for it in found if _places(it.analysis.numel, it.analysis.counts) in kept), None)
 

@@ -64,11 +64,6 @@ class Conclusion:
     complete: bool = True
     in_fp32: bool = False
 
-    @property
-    def largest(self) -> float:
-        """The largest value that an origin should have held, 0 if none is known."""
-        return max((abs(diagnosis.origin.would_be or 0.0) for diagnosis in self.diagnoses), default=0.0)
-
     def followed_by(self, later: Conclusion) -> Conclusion:
         """Return the conclusion with those diagnoses of a later one, as of the backward pass, that blame other ops."""
         known = [(diagnosis.origin.op, diagnosis.origin.source) for diagnosis in self.diagnoses]

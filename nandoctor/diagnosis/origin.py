@@ -281,7 +281,7 @@ def _without_followers(sources: list[Finding], sliced: Sequence[OpCall]) -> list
 
 
 def _overflows(op: OpCall) -> bool:
-    return op.analysis is not None and op.analysis.overflowed
+    return op.analysis is not None and op.analysis.exact is not None
 
 
 def _is_meant(source: Finding) -> bool:

@@ -125,7 +125,7 @@ def explains(trace: Trace, error: Exception) -> bool:
     if not all(stats.finite for stats in (*trace.batch, *calls)):
         return True
     analyses = [op.analysis for op in trace.ops if op.analysis is not None]
-    return any(analysis.overflowed or analysis.kinds != ("-inf",) for analysis in analyses)
+    return any(analysis.exact is not None or analysis.kinds != ("-inf",) for analysis in analyses)
 
 
 def raise_explained(error: Exception, policy: Policy, call: str) -> NoReturn:

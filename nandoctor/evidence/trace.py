@@ -248,11 +248,6 @@ class OpAnalysis:
         """Which of "nan", "+inf", "-inf" the op made."""
         return self.counts.kinds
 
-    @property
-    def overflowed(self) -> bool:
-        """True if unlimited range would have kept at least one of the non-finite elements finite."""
-        return self.exact is not None
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpCall:

@@ -203,12 +203,12 @@ class _Search:
         found = self._findings.conclusion
         of_mask = any(map(is_mask, found.diagnoses))
         takes_sums = all(suspect.site.op in {*PRODUCTS, *CASTS} for suspect in found.suspects)
-        trusts_fp32 = of_mask or (takes_sums and found.largest < _LARGEST_NEAR)
+        is_far = any(abs(it.origin.would_be or 0.0) >= _LARGEST_NEAR for it in found.diagnoses)
         return Verifier(
             self._trials,
             guilty=self._guilty,
             random=self._findings.random,
-            trusts_fp32=trusts_fp32,
+            trusts_fp32=of_mask or (takes_sums and not is_far),
             meaning=self._meaning,
         )
 
