@@ -34,19 +34,19 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_508, "tests": 30_625, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_492, "tests": 30_625, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_933,
     "autocast": 822,
-    "capture": 2_576,
+    "capture": 2_570,
     "causes": 2_642,
     "changes": 3_102,
     "cli": 793,
-    "diagnosis": 1_940,
+    "diagnosis": 1_935,
     "dumps": 3_161,
     "engine": 3_118,
-    "evidence": 1_708,
+    "evidence": 1_703,
     "fixes": 3_869,
     "fleet": 703,
     "repro_scripts": 650,
