@@ -19,7 +19,6 @@ from nandoctor.machine import is_out_of_memory
 from nandoctor.process_wide import generators_kept
 from nandoctor.step.binding import LOSS, LOSS_OF_SEVERAL, Offer, Signature, bind, read_signature, the_only_array
 from nandoctor.step.recorded_step import own_loss
-from nandoctor.step.saved_arrays import describe_batch
 
 MakeBatch = Callable[[Mapping[str, torch.Tensor]], Any]
 """Builds the loop's batch from arrays by name."""
@@ -141,8 +140,9 @@ def _checked(loss: Callable[..., Any], make: MakeBatch, returned: str) -> Callab
             if NOT_UNDER_AUTOCAST in str(error) or is_out_of_memory(error):
                 raise
             raised = f"{type(error).__name__}{raised_at(error)}: {error}"
+            names = f"has {', '.join(map(str, batch)) or 'nothing in it'}" if isinstance(batch, Mapping) else ""
             raise LossError(
-                f"The loss function raised {raised} (its {describe_batch(batch)}).",
+                f"The loss function raised {raised} (its batch {names or f'is a {type(batch).__name__}'}).",
                 remedy="To replay the backward pass, name with --loss FILE.py:NAME a function (output, batch) -> "
                 f"scalar; output is {returned}.",
             ) from error

@@ -90,13 +90,6 @@ def _batch_of(dump: Dump, inputs: Collection[str]) -> Any:
     return only if isinstance(only, _CONTAINERS) else tree
 
 
-def describe_batch(batch: Any) -> str:
-    """Describe the batch that a function was given: "batch has image, targets"."""
-    if isinstance(batch, Mapping):
-        return f"batch has {', '.join(map(str, batch)) or 'nothing in it'}"
-    return f"batch is a {type(batch).__name__}"
-
-
 def find_outputs(
     dump: Dump, model: nn.Module, settings: Settings, functions: Collection[Callable[..., Any] | None]
 ) -> SavedOutputs:

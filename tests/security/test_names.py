@@ -104,6 +104,7 @@ def triage_of(name):
     group = Group(
         **names,
         verdict="precision",
+        grade="exact",
         cause="eps-underflow",
         steps=(3, 9),
         runs=(name,),
