@@ -112,15 +112,6 @@ def sort_recorded(saved: Mapping[str, Any], nbytes: int, *, as_torch: bool) -> t
     return contents, recorded
 
 
-def check_weights(state: Mapping[str, torch.Tensor], nbytes: int) -> dict[str, torch.Tensor]:
-    """Return the state dict, its names and tensors checked as those of a file of `nbytes` bytes.
-
-    Raises:
-        DumpError: a name or tensor in it is invalid.
-    """
-    return _take_state(Contents(nbytes=nbytes, as_torch=True), "weights", state)
-
-
 def _take_unique(contents: Contents, names: dict[tuple[Any, ...], str], name: str, value: Any) -> str:
     """Keep the array of a recorder's file, and return its name in `names`, which has the arrays kept so far by place.
 

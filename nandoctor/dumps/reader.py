@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nandoctor.dumps.classify import check_weights, choose_state, sort_contents, sort_recorded
+from nandoctor.dumps.classify import choose_state, sort_contents, sort_recorded
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.file_type import Container, damaged, directory_error, open_container, regular_size
 from nandoctor.dumps.recorded_format import get, is_recorded
@@ -119,7 +119,7 @@ def _read_safetensors(path: Path) -> State:
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
     except (SafetensorError, RuntimeError, ValueError, TypeError, AttributeError) as error:
         raise damaged(f"safetensors cannot read it ({brief(str(error))})") from error
-    return check_weights(state, nbytes)
+    return sort_contents({"weights": state}, nbytes, as_torch=True).states["weights"]
 
 
 def _make_dump(container: Container, saved: object, *, as_torch: bool) -> Dump:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -117,7 +117,12 @@ def find_outputs(
 
 def names_read(functions: Collection[Callable[..., Any] | None], arrays: Collection[str]) -> frozenset[str]:
     """Return the arrays whose names, or names within a container, are among the texts in the functions."""
-    texts = {text for function in functions for text in _string_constants(function)}
+    texts = set[str]()
+    waiting = [getattr(it.forward if isinstance(it, nn.Module) else it, "__code__", None) for it in functions]
+    while waiting:
+        constants = getattr(waiting.pop(), "co_consts", ())
+        texts.update(constant for constant in constants if isinstance(constant, str))
+        waiting += [constant for constant in constants if isinstance(constant, CodeType)]
     return frozenset(name for name in arrays if name in texts or name.rpartition(".")[2] in texts)
 
 
@@ -155,15 +160,6 @@ def _saved_number(dump: Dump) -> tuple[str, torch.Tensor] | None:
     named = sorted(outputs.items(), key=lambda item: math.isfinite(item[1]))
     is_known = named and not dump.is_recorded
     return (named[0][0], torch.tensor(named[0][1], dtype=torch.float64)) if is_known else None
-
-
-def _string_constants(function: Callable[..., Any] | None) -> Iterator[str]:
-    """Yield the string constants in a function: the names of the arrays that it reads are among them."""
-    waiting = [getattr(function.forward if isinstance(function, nn.Module) else function, "__code__", None)]
-    while waiting:
-        constants = getattr(waiting.pop(), "co_consts", ())
-        yield from (constant for constant in constants if isinstance(constant, str))
-        waiting += [constant for constant in constants if isinstance(constant, CodeType)]
 
 
 _ENOUGH = 8
