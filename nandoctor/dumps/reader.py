@@ -127,7 +127,9 @@ def _make_dump(container: Container, saved: object, *, as_torch: bool) -> Dump:
         return _make_recorded(container, saved, as_torch=as_torch)
     contents = sort_contents(saved, container.nbytes, as_torch=as_torch)
     if not (contents.states or contents.arrays):
-        names = [*contents.scalars, *contents.left_out, *_list_objects(saved)]
+        items = (saved, *saved.values()) if isinstance(saved, Mapping) else ()
+        objects = {f"an object of {item[KIND]}" for item in items if isinstance(item, Mapping) and KIND in item}
+        names = [*contents.scalars, *contents.left_out, *sorted(objects)]
         raise DumpError(
             f"it holds neither a state dict nor arrays, only: {brief_list(names) or 'nothing'}.",
             remedy='Save the weights with the batch: torch.save({"state_dict": model.state_dict(), ...}, path).',
@@ -148,12 +150,6 @@ def _make_dump(container: Container, saved: object, *, as_torch: bool) -> Dump:
         tree=contents.tree,
         left_out=(*other_states, *contents.left_out),
     )
-
-
-def _list_objects(saved: Any) -> list[str]:
-    """Return the classes of the objects at the top level of the contents."""
-    items = (saved, *saved.values()) if isinstance(saved, Mapping) else ()
-    return sorted({f"an object of {item[KIND]}" for item in items if isinstance(item, Mapping) and KIND in item})
 
 
 def _make_recorded(container: Container, saved: Mapping[str, Any], *, as_torch: bool) -> Dump:

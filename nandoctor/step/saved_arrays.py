@@ -99,10 +99,10 @@ def find_outputs(
         DumpError: the settings name an output that does not exist.
     """
     if dump.is_recorded and settings.output is None:
-        named = {name: array for name, array in dump.arrays.items() if name.partition(".")[0] == "output"}
-        # A non-finite one, else the largest floating-point array.
-        key = {name: (all_finite(it), not it.is_floating_point(), -it.numel()) for name, it in named.items()}
-        names = sorted(named, key=lambda name: key[name])
+        found = [(name, array) for name, array in dump.arrays.items() if name.partition(".")[0] == "output"]
+        # A non-finite one first, then the largest floating-point array.
+        found.sort(key=lambda named: (all_finite(named[1]), not named[1].is_floating_point(), -named[1].numel()))
+        names = [name for name, _ in found]
     else:
         taken = {*required_names(model), *(item.rpartition("=")[2] for item in settings.inputs)}
         names = saved_outputs(dump.arrays, settings.output, taken=taken, read=names_read(functions, dump.arrays))
