@@ -34,7 +34,7 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_492, "tests": 30_625, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_468, "tests": 30_626, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_933,
@@ -44,13 +44,13 @@ MAX_LINES_OF_ROOMS = {
     "changes": 3_102,
     "cli": 793,
     "diagnosis": 1_935,
-    "dumps": 3_161,
+    "dumps": 3_148,
     "engine": 3_118,
     "evidence": 1_703,
     "fixes": 3_869,
     "fleet": 703,
     "repro_scripts": 650,
-    "step": 3_113,
+    "step": 3_102,
     "tracing": 1_677,
     "views": 2_701,
 }
