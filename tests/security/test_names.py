@@ -104,7 +104,6 @@ def triage_of(name):
     group = Group(
         **names,
         verdict="precision",
-        grade="exact",
         cause="eps-underflow",
         steps=(3, 9),
         runs=(name,),
