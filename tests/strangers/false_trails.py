@@ -1,4 +1,6 @@
-"""Right places with a wrong cause in plain sight: an eps, a constant, an exponential that are all innocent."""
+"""Right places with a wrong cause in plain sight, and healthy steps that look ill."""
+
+import math
 
 import torch
 from torch import nn
@@ -54,3 +56,20 @@ class InfinityThatASoftmaxMakesZeroOf(nn.Module):
 
     def forward(self, u):
         return torch.softmax(self.score - torch.log(-torch.log(u)), -1)
+
+
+# --- healthy steps that look ill: infinities to begin with, NaN that is replaced before anything reads it
+
+
+ZEROS = {"x": normal(4, 8).relu()}
+HOLES = {"x": normal(4, 8).masked_fill(torch.eye(4, 8).bool(), math.nan)}
+STEPS = {
+    "logarithm that where selects": (lambda h, x: h + torch.where(x > 0, torch.log(x), 0.0), ZEROS),
+    "holes that are filled first": (lambda h, x: torch.where(x.isnan(), 0.0, x) + x.isnan(), HOLES),
+    "running maximum and minimum": (
+        lambda h, x: torch.full_like(h, -math.inf).maximum(h) + torch.full_like(h, math.inf).minimum(h.abs()),
+        ZEROS,
+    ),
+}
+for name, (step, batch) in STEPS.items():
+    rows.lifted("healthy", batch, name=name)(step)

@@ -1,4 +1,4 @@
-"""Functions with a backward by hand are left as they were; scripts run as Python where a process begins so."""
+"""Functions with a backward by hand are left as they were, scripts run as Python, and what refuses to run is told."""
 
 import json
 import subprocess
@@ -6,9 +6,14 @@ import sys
 
 import pytest
 import torch
+from tiny_models import Returns
+from torch import nn
 
+from nandoctor.errors import ModelError
+from nandoctor.tracing import dispatch_hook
 from strangers.custom_functions import ZERO_ROW, Root, applied
-from strangers.visits import mean
+from strangers.masks import BATCH, attends
+from strangers.visits import Between, louder, mean, normal
 
 
 def test_other_nodes_of_the_function_are_left_alone(examine):
@@ -50,3 +55,36 @@ def test_the_command_line_runs_scripts_as_python(tmp_path):
     source = report["origin"]["source"]
     assert (source["line"], source["column"], source["text"]) == (7, 11, "return x / x.abs().max()")
     assert any(item["kind"] == "source" and item["verified"] for item in report["fixes"])
+
+
+def test_a_bound_that_torch_refuses_and_that_hides_nothing(examine):
+    with pytest.raises(ModelError, match="without overflow") as caught:
+        examine(attends(lambda scores, later: scores.clamp(min=-1e9)), BATCH)
+    assert "torch.finfo(x.dtype)" in caught.value.remedy
+
+
+def test_code_that_takes_half_alone_is_told_of_the_reference(examine):
+    def kernel(x):
+        if x.dtype is not torch.float16:
+            raise TypeError("this kernel takes half")
+        return x * 1e6
+
+    with pytest.raises(ModelError, match=r"this kernel takes half \(in fp32, which nandoctor compares with\)"):
+        examine(Between(Returns(kernel)), {"x": normal(3, 8)})
+    assert examine(Between(Returns(lambda x: x * 1e6)), {"x": normal(3, 8)}).verdict == "precision"
+
+
+def test_what_cannot_be_watched_is_said(examine):
+    class Shy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = louder(nn.Linear(8, 8), 1e4)
+
+        def forward(self, x):
+            if dispatch_hook._handlers.stack:
+                raise RuntimeError("somebody is watching")
+            return self.inner(x * 30)
+
+    report = examine(Between(Shy()), {"x": 10 * normal(5, 8)})
+    assert report.first_nonfinite.place.module == "middle.inner"
+    assert any("could not be traced (RuntimeError: somebody is watching)" in note for note in report.notes)

@@ -1,4 +1,6 @@
-"""Torch's own larger layers as patients: attention, encoders, recurrent and transposed layers, embeddings, norms."""
+"""Torch's own larger layers as patients, mixtures of experts, and convolutions of a graph."""
+
+import math
 
 import torch
 from torch import nn
@@ -6,7 +8,7 @@ from torch.nn.functional import local_response_norm
 from torch.nn.utils.parametrizations import weight_norm
 
 from strangers.rows import Rows
-from strangers.visits import Between, louder, normal
+from strangers.visits import Between, louder, mean, normal
 
 rows = Rows()
 LENGTHS = torch.arange(5) >= torch.tensor([[5], [0], [5]])
@@ -98,3 +100,51 @@ def layer_norm_with_a_tiny_eps():
 @rows.between("healthy", {"x": normal(3, 8)})
 def layer_that_a_cpu_has_no_fp16_kernel_for(x):
     return local_response_norm(x.view(len(x), 4, 2), 3)[:, :, 0].repeat(1, 2)
+
+
+# --- mixtures of experts, and convolutions of a graph whose edges are a sparse tensor
+
+
+@rows("precision experts.2.2 linear matmul-overflow", {"x": 30 * normal(16, 8)}, 2)
+@rows("healthy", {"x": normal(1, 8)}, name="experts that nobody chose")
+class Mixture(nn.Module):
+    """The best two of four experts, chosen by scores of which the others' are -inf."""
+
+    def __init__(self, sick=None):
+        super().__init__()
+        self.gate = nn.Linear(8, 4)
+        self.experts = nn.ModuleList([nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(4)])
+        if sick is not None:
+            louder(self.experts[sick][2], 4e4)
+
+    def forward(self, x):
+        scores, best = self.gate(x).topk(2)
+        shares = torch.full((len(x), 4), -math.inf, dtype=scores.dtype).scatter(-1, best, scores).softmax(-1)
+        output = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            chosen = (best == index).any(-1)
+            output[chosen] += (shares[chosen, index, None] * expert(x[chosen])).to(x.dtype)
+        return output
+
+
+class Convolution(nn.Linear):
+    """A convolution of a graph, which is a sparse tensor: it has no samples to leave out and no values to vary."""
+
+    def forward(self, x, adjacency=None):
+        hidden = super().forward(x)
+        hidden = hidden if adjacency is None else (adjacency @ hidden.float()).to(hidden.dtype)
+        return hidden * hidden
+
+
+for layout in (torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr):
+    batch, overflow = {"x": 1e4 * normal(6, 4)}, "precision . mul elementwise-overflow"
+    of = {"make": lambda model: model(4, 4), "loss": mean}
+    read, beside = {**batch, "adjacency": layout(torch.eye(6))}, {**batch, "edges": layout(torch.eye(6))}
+    rows(overflow, read, name=f"{layout.__name__}, read", samples=None, **of)(Convolution)
+    rows(
+        overflow,
+        beside,
+        name=f"{layout.__name__}, beside",
+        holds=lambda report: report.origin.elements.samples is not None,
+        **of,
+    )(Convolution)

@@ -1,4 +1,6 @@
-"""Unusual ways of running a forward: loops, checkpoints, compilers, hooks, views, vmap, regions without autocast."""
+"""Unusual ways of running a forward: loops, checkpoints, compilers, hooks, vmap, eval mode alone, fp8, `.data`."""
+
+import math
 
 import torch
 from tiny_models import Returns
@@ -128,3 +130,106 @@ def part_that_nobody_wrote(x):
 def layer_built_in_the_forward(x):
     x = nn.Linear(8, 8, bias=False)(x * (torch.arange(3) != 1)[:, None])
     return x / x.abs().sum(-1, keepdim=True)
+
+
+# --- models that refuse train mode, which a replay tries first: the step was one of evaluation, and that is replayed
+
+
+X, REFUSED = {"x": normal(3, 8)}, "In train mode the model does not run"
+
+
+@rows("numerics . log log-of-zero", X, mode=None, says=(REFUSED, "targets should not be None"))
+class Detector(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 4)
+
+    def forward(self, x, targets=None):
+        if self.training and targets is None:
+            raise ValueError("targets should not be None when in training mode")
+        return torch.log(super().forward(x).relu().float())
+
+
+@rows("numerics . log log-of-zero", X, mode=None, says=(REFUSED, "mixing takes pairs"))
+class Mixing(Detector):
+    def forward(self, x):
+        assert not self.training or len(x) % 2 == 0, "mixing takes pairs"
+        return super().forward(x)
+
+
+# --- a module that computes in fp8 by itself is run as it is, and the report says what that means
+
+
+BATCH = {"x": normal(4, 8)}
+
+
+@rows("*", BATCH, 1.0, never=("in fp8-e5m2 (first: ",))
+@rows("*", BATCH, 1e6, says=("in fp8-e5m2 (first: ",))
+class Quantized(nn.Module):
+    """Casts to fp8 in its own forward, without a module or a class that says so: a matter of bits, and told as that."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(8, 8), scale
+
+    def forward(self, x):
+        return (self.linear(x).float() * self.scale).to(torch.float8_e5m2).float()
+
+
+# --- writes that autograd does not count, tensors that lie in another's memory, and memory that is not filled yet
+
+
+class Scaled(nn.Module):
+    """A weight and a running average, read and written by way of `.data`."""
+
+    def __init__(self, scale=1.0):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.ones(8))
+        self.register_buffer("average", torch.ones(8))
+        with torch.no_grad():
+            self.scale[3] = scale
+
+
+@rows.between("precision middle mul elementwise-overflow", BATCH, line="x.data[:, :4] *= 1e6")
+def activation_that_is_written_to_through_data(x):
+    x = x.clone()
+    x.data[:, :4] *= 1e6
+    return x
+
+
+@rows("precision . mul elementwise-overflow", BATCH)
+class RunningAverageThatIsWrittenToThroughData(Scaled):
+    def forward(self, x):
+        self.average.data.copy_(self.inner(x).mean(0) * 1e7)
+        return self.inner(x + self.average)
+
+
+@rows("state . - poisoned-weights", BATCH, math.nan)
+class WeightThatIsReadThroughData(Scaled):
+    def forward(self, x):
+        return self.inner(x * self.scale.data)
+
+
+@rows("healthy", BATCH, math.nan)
+class WeightThatIsMendedThroughData(Scaled):
+    def forward(self, x):
+        self.scale.data.nan_to_num_(1.0)
+        return self.inner(x * self.scale)
+
+
+@rows.between("healthy", BATCH)
+def scratch_tensor_that_is_filled_through_data(x):
+    result = torch.empty_like(x).fill_(math.nan)
+    result.data[:, :4] = x[:, :4]
+    result.data[:, 4:] = x[:, 4:]
+    return result
+
+
+def only_nan(report):
+    return report.origin.elements.kinds == ("nan",)
+
+
+@rows("numerics .", BATCH, line="math.nan", holds=only_nan)
+class ConstantOfTheCodesOwnThatIsNan(Scaled):
+    def forward(self, x):
+        return self.inner(x) * torch.tensor([1.0, math.nan] * 4)
