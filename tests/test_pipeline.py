@@ -196,21 +196,3 @@ def test_a_saved_random_state_brings_the_dropout_mask_back():
     report = replay_dump(dump, model, Settings(mode="train")).report
     assert attempts(report) == [(True, None, "exact")]
     assert replay_dump(dump, model, Settings(mode="train", seed=1)).report.reproduction.max_rel_err > 0
-
-
-class Criticized(nn.Module):
-    """A model that returns its loss, whose gradient is infinite, beside a number for the log."""
-
-    def __init__(self):
-        super().__init__()
-        self.read = nn.Linear(4, 4, bias=False)
-
-    def forward(self, x):
-        norm = self.read(x).square().sum(-1).sqrt()
-        return {"loss": (norm - 1).square().mean(), "norm": norm.detach()}
-
-
-def test_the_loss_that_a_model_returns_is_its_loss(replay):
-    report = replay(Criticized, {"x": torch.cat([torch.zeros(1, 4), torch.ones(2, 4)])})
-    assert (report.verdict, report.origin.phase, report.origin.op) == ("numerics", "backward", "sqrt")
-    assert report.fixes[0].verified

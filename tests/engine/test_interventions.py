@@ -8,7 +8,6 @@ import torch
 from made_traces import FP16_AUTOCAST
 from torch import nn
 
-from nandoctor.changes.batch import KeepSamples
 from nandoctor.changes.constant import SetArgument, SetAttribute
 from nandoctor.changes.keep_fp32 import KeepModule, KeepOp
 from nandoctor.engine.runner import CLOSELY, MODULES_ONLY
@@ -67,37 +66,12 @@ def site_of(step, op, nth=0, module=None):
     return OpSite(module=chosen.place.module, type=chosen.place.type, op=op, nth=chosen.nth, source=chosen.source)
 
 
-def test_keeping_a_forward_alone_leaves_children_under_autocast():
-    step = make_step()
-
-    def format_of_inner(*edits):
-        ops = execute(step, *edits, watch=CLOSELY).trace.ops
-        return next(op.outputs[0].dtype for op in ops if op.place.module == "branch.inner")
-
-    assert format_of_inner(KeepModule(module="branch", children=False)) is FP16
-    assert format_of_inner(KeepModule(module="branch")) is FP32
-    assert dtypes(execute(step, KeepModule(module="branch", children=False)))["branch"] is FP32
-
-
 def test_a_module_of_half_weights_can_be_kept_and_gets_them_back():
     step = make_step(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).half(), x=torch.randn(2, 4).half())
     before = copy.deepcopy(step.model.state_dict())
     assert dtypes(execute(step, KeepModule(module="")))[""] is FP32
     after = step.model.state_dict()
     assert all(after[name].dtype is torch.float16 and torch.equal(after[name], before[name]) for name in before)
-
-
-def test_a_kept_line_holds_for_every_module_of_the_class():
-    class Row(nn.Module):
-        def forward(self, x):
-            return 0 * x + torch.tensor(0.1, dtype=x.dtype)  # torch fills the memory itself, in that format
-
-    model = nn.Sequential(nn.Linear(4, 4), Row(), nn.Linear(4, 4), Row())
-    step = make_step(model)
-    edit = KeepOp(site=OpSite(module="1", type="Row", op="", source=site_of(step, "mul").source.whole))
-    outcome = execute(step, edit)
-    assert {*outcome.output.flatten().tolist()} == {torch.tensor(0.1).half().item()}
-    assert dtypes(outcome) == {"": FP32, "0": FP16, "1": FP32, "2": FP16, "3": FP32}
 
 
 def test_an_op_without_a_line_is_found_by_its_number():
@@ -123,17 +97,6 @@ def test_an_attribute_is_set_and_put_back():
     changed = execute(step, SetAttribute(type="Branch", name="eps", was=1e-8, value=2.0), watch=CLOSELY)
     assert 2.0 in [value for op in changed.trace.ops for _, value in op.scalars]
     assert step.model.branch.eps == 1e-8
-
-
-def test_samples_are_taken_from_every_array_of_the_batch():
-    def call(model, batch):
-        assert batch["table"].shape == (7, 2)
-        return model(batch["x"]) + batch["shift"]
-
-    batch = {"x": torch.randn(3, 4), "shift": torch.arange(3.0)[:, None], "table": torch.zeros(7, 2)}
-    step = make_step(nn.Linear(4, 4), call, **batch)
-    output = execute(step, KeepSamples(samples=(2, 0))).output
-    assert torch.equal(output, execute(step).output[[2, 0]])
 
 
 def test_everything_is_undone_when_the_forward_raises():
