@@ -23,7 +23,7 @@ from nandoctor.step.code_changes import Changed
 from nandoctor.step.model_loading import ModelSource
 from nandoctor.step.settings import ReplayOptions, Settings, StepOptions, anchor, settings_for
 from nandoctor.step.weights import take_weights
-from nandoctor.verification import tell_if_changed, verify_dump
+from nandoctor.verification import Query, tell_if_changed, verify_dump
 from nandoctor.views.commands import command_arguments
 from nandoctor.views.plots.kinds import draw
 from nandoctor.views.save import save
@@ -146,7 +146,8 @@ def check(
     """Return the verification of a dump and the report of its replay; `options` are those of `replay`, plus `model`."""
     model = anchor(options.pop("model", None))
     dump, settings = _read(dump, options)
-    return verify_dump(dump, model, settings, changed=changed, proved=proved, progress=progress)
+    query = Query(dump=dump, settings=settings, changed=changed, proved=proved)
+    return verify_dump(query, model, progress=progress)
 
 
 def repro(
@@ -171,7 +172,7 @@ def repro(
             the project's own code.
     """
     dump, settings = _read(dump, options)
-    found = replay_dump(dump, anchor(model), dataclasses.replace(settings, fixes=False), progress=progress)
+    found = replay_dump(dump, anchor(model), settings, progress=progress)
     return make_script(found.report, found.step)
 
 

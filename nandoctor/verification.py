@@ -48,12 +48,12 @@ _NEEDED = ("state_dict", "input", "batch", "the weights of the step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Query:
+class Query:
     """A request: the dump, how to replay it, and what the caller knows.
 
-    `proved`: a search has proved the change on the step in this mode and with these random numbers.
-    `other_mode_differs`: the step passes in train mode, but fails in eval mode because of running statistics in the
-    file.
+    `changed` are files that the caller says were changed, for a dump that cannot tell; or True. `proved`: a search has
+    proved the change, in its very text, on the step in this mode and with these random numbers. `other_mode_differs`:
+    the step passes in train mode, but fails in eval mode because of running statistics in the file.
     """
 
     dump: Dump
@@ -64,27 +64,16 @@ class _Query:
 
 
 def verify_dump(
-    dump: Dump,
-    model: ModelSource | None,
-    settings: Settings,
-    *,
-    changed: Changed = (),
-    proved: bool = False,
-    progress: Progress = lambda *_: None,
+    query: Query, model: ModelSource | None, *, progress: Progress = lambda *_: None
 ) -> tuple[Verification, Report]:
     """Replay the step under the current code; return whether it has been fixed, and the report of the replay.
-
-    `changed` are files that the caller says were changed, for a dump that cannot tell; or True. `proved` says that a
-    search has proved the change on the step, in its very text.
 
     Raises:
         NanDoctorError: the step cannot be replayed.
     """
-    settings = replace(settings, fixes=False)
-    found = replay_dump(dump, model, settings, progress=progress)
-    query = _Query(dump=dump, settings=settings, changed=changed, proved=proved)
-    if _fails_by_running_statistics(found.report) and _guessed_mode(dump, settings):
-        trained = replay_dump(dump, model, replace(settings, mode="train"), progress=progress)
+    found = replay_dump(query.dump, model, query.settings, progress=progress)
+    if _fails_by_running_statistics(found.report) and _guessed_mode(query):
+        trained = replay_dump(query.dump, model, replace(query.settings, mode="train"), progress=progress)
         if trained.report.verdict in _PASSES:
             query = replace(query, other_mode_differs=True)
             found = trained if _code_of(trained, query).changed else found
@@ -96,7 +85,7 @@ def tell_if_changed(found: Diagnosed, dump: Dump, settings: Settings) -> Diagnos
     """Add to a replay that did not reproduce the failure what is known of changes to the code."""
     if found.step is None:
         return found
-    verification = _conclude(found, _Query(dump=dump, settings=settings))
+    verification = _conclude(found, Query(dump=dump, settings=settings))
     return replace(found, report=_add_outcome(found.report, verification))
 
 
@@ -122,11 +111,11 @@ def _fails_by_running_statistics(report: Report) -> bool:
     return report.verdict == "state" and all(cause and cause.code == "poisoned-buffers" for cause in causes)
 
 
-def _guessed_mode(dump: Dump, settings: Settings) -> bool:
-    return settings.mode is None and not dump.recorded.training
+def _guessed_mode(query: Query) -> bool:
+    return query.settings.mode is None and not query.dump.recorded.training
 
 
-def _conclude(found: Diagnosed, query: _Query) -> Verification:
+def _conclude(found: Diagnosed, query: Query) -> Verification:
     report, step = found.report, found.step
     failure = _describe_failure(found, query.dump)
     run = report.runs.autocast if report.runs is not None else None
@@ -145,7 +134,7 @@ def _conclude(found: Diagnosed, query: _Query) -> Verification:
         return _cannot_tell(blank, [report.headline], report.next_steps)
     if report.verdict not in _PASSES:
         return _fails(blank, report, query)
-    if _guessed_mode(query.dump, query.settings):  # it passes in both, and most likely failed in train mode
+    if _guessed_mode(query):  # it passes in both, and most likely failed in train mode
         step = replace(step, mode=replace(step.mode, training=True))
         modes = (attempt.training for attempt in report.reproduction.attempts)
         blank = replace(blank, run=mode_text(step.randomness.seed, *modes))
@@ -161,12 +150,12 @@ def _conclude(found: Diagnosed, query: _Query) -> Verification:
     return replace(measured, outcome="fixed", headline="the step that failed passes now")
 
 
-def _code_of(found: Diagnosed, query: _Query) -> CodeState:
+def _code_of(found: Diagnosed, query: Query) -> CodeState:
     assert found.step is not None
     return find_changes(query.dump, found.step, query.settings, changed=query.changed)
 
 
-def _fails(blank: Verification, report: Report, query: _Query) -> Verification:
+def _fails(blank: Verification, report: Report, query: Query) -> Verification:
     """Return the answer for a replay that is still non-finite, or wrong."""
     shown = replace(blank, origin=report.origin, cause=report.cause, first_nonfinite=report.first_nonfinite)
     if report.origin is not None and report.origin.phase == "optimizer":
@@ -208,7 +197,7 @@ def _describe_failure(found: Diagnosed, dump: Dump) -> str | None:
     return "the saved loss is non-finite" if found.step is not None and dump.saved_flags.loss is not None else None
 
 
-def _measure(blank: Verification, step: FailingStep, query: _Query, *, random: bool) -> Verification:
+def _measure(blank: Verification, step: FailingStep, query: Query, *, random: bool) -> Verification:
     """Run the step with its gradients and its variations, and compare them with fp32.
 
     If memory runs out, nothing is known of the output.
@@ -226,7 +215,7 @@ def _measure(blank: Verification, step: FailingStep, query: _Query, *, random: b
         return blank
 
 
-def _doubts(measured: Verification, found: Diagnosed, query: _Query) -> Iterator[str]:
+def _doubts(measured: Verification, found: Diagnosed, query: Query) -> Iterator[str]:
     """Yield the checks that a finite step fails, and reasons why one that passes may not be the one that failed."""
     code = measured.code
     if measured.output is None and not query.proved:
@@ -257,7 +246,7 @@ def _doubts(measured: Verification, found: Diagnosed, query: _Query) -> Iterator
         yield "The dump holds no hashes of the code, so there is no telling whether it has changed."
 
 
-def _draws_others(found: Diagnosed, query: _Query) -> bool:
+def _draws_others(found: Diagnosed, query: Query) -> bool:
     """Return True if the step draws random numbers, and the replay may draw others than the failing step did."""
     step, autocast = found.step, query.dump.recorded.autocast
     assert step is not None
@@ -267,7 +256,7 @@ def _draws_others(found: Diagnosed, query: _Query) -> bool:
     return elsewhere or step.randomness.seed is not None or not step.randomness.states
 
 
-def _notes(measured: Verification, query: _Query, saved: DumpSummary, step: FailingStep) -> Iterator[str]:
+def _notes(measured: Verification, query: Query, saved: DumpSummary, step: FailingStep) -> Iterator[str]:
     """Yield what was not checked, and what was assumed."""
     yield from describe_idle_state("healthy", saved, step.built)
     if step.loss is None:

@@ -59,7 +59,7 @@ def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, **
 def _check(dump: Path, outputs: tuple[Path, ...], options: dict[str, Any], *, as_json: bool) -> int:
     """Return the exit code for `git bisect run`; any failure means that this commit cannot be judged."""
     with exit_code_answers():
-        verification, report = call("check", dump, {**options, "fixes": False})
+        verification, report = call("check", dump, options)
         _write_all(report, outputs, as_json=as_json)
     if verification.exit_code == EXIT_CANNOT_TELL:
         tell(f"nandoctor: cannot tell: {verification.headline}")
