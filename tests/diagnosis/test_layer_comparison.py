@@ -1,4 +1,4 @@
-"""Two runs side by side: rows, headroom, relative error, and what fp16 cannot hold."""
+"""Two runs side by side: rows, headroom and relative error."""
 
 import math
 
@@ -12,12 +12,6 @@ from nandoctor.evidence.formats import BF16, FP16
 def test_rows_are_in_order_of_return_and_unfinished_ones_last():
     run = trace(call("", 0, None), call("a", 1, 4), call("a.b", 2, 3), call("c", 5, None), raised="stop")
     assert [row.place.module for row in align(run, reference(), FP16)] == ["a.b", "a", "", "c"]
-
-
-def test_calls_are_compared_by_module_and_number():
-    run = trace(call("a", 0, 1, outputs=(stats(1.0),)), call("a", 2, 3, number=1, outputs=(stats(2.0),)))
-    other = reference(call("a", 0, 1, outputs=(stats(2.0),)), call("a", 2, 3, number=1, outputs=(stats(2.0),)))
-    assert [row.rel_err for row in align(run, other, FP16)] == [0.5, 0.0]
 
 
 def test_headroom_is_of_the_largest_output_in_the_low_format():
@@ -43,21 +37,4 @@ def test_headroom_is_of_the_largest_output_in_the_low_format():
     ],
 )
 def test_the_relative_error_is_over_what_is_finite_in_both(values, others, expected):
-    assert relative_error((stats(*values),), (stats(*others),)) == pytest.approx(expected)
-
-
-LIMIT = 3.4e38
-
-
-@pytest.mark.parametrize(
-    ("values", "others", "expected"),
-    [
-        ([1.0, -65504.0], [1.0, -LIMIT], 0.0),  # masked_fill(mask, finfo(dtype).min), in fp16 and in fp32
-        ([1.0, -65490.0], [2.0, -LIMIT], 0.5),  # a score added to it; what is beside it still counts
-        ([-65504.0], [-LIMIT], None),
-        ([5.0], [-LIMIT], 1.0),  # a mask that is lost
-        ([65504.0], [-LIMIT], 1.0),
-    ],
-)
-def test_numbers_written_for_infinity_are_not_compared(values, others, expected):
     assert relative_error((stats(*values),), (stats(*others),)) == pytest.approx(expected)

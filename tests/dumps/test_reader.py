@@ -114,23 +114,6 @@ def test_large_archives_are_mapped_and_others_copied(read, tmp_path, monkeypatch
     assert (7 in dump.arrays["image"]) == (least == 1)
 
 
-def test_nested_batches_are_flattened_with_dotted_names(read):
-    boxes = torch.ones(2, 4)
-    dump = read(
-        {
-            "state_dict": WEIGHTS,
-            "batch": {
-                "image": np.ones((1, 3), "f4"),
-                "targets": [{"boxes": boxes, 7: (boxes, "cat")}],
-                "sizes": (8, 9),
-            },
-            "outputs": collections.OrderedDict(logits=boxes),
-        }
-    )
-    assert list(dump.arrays) == ["batch.image", "batch.targets.0.boxes", "batch.targets.0.7.0", "outputs.logits"]
-    assert dict(dump.scalars) == {"batch.targets.0.7.1": "cat", "batch.sizes": [8, 9]}
-
-
 def test_plain_values_and_zero_dimensional_arrays_are_numbers(read):
     values = {
         "step": 49,
@@ -211,35 +194,6 @@ def test_weights_alone(saved, state_name, read):
     assert dump.state_name == state_name
     assert not dump.arrays
     assert_same_state(dump.state)
-
-
-def test_a_lightning_checkpoint_keeps_its_model_prefix(read):
-    net = nn.Linear(2, 2)
-    optimizer = torch.optim.Adam(net.parameters())
-    net(torch.ones(2)).sum().backward()
-    optimizer.step()
-    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 3])
-    dump = read(
-        {
-            "epoch": 3,
-            "pytorch-lightning_version": "2.4.0",
-            "state_dict": {f"model.{name}": tensor for name, tensor in WEIGHTS.items()},
-            "loops": {"fit_loop": {"state_dict": {}, "progress": {"total": 3}}},
-            "callbacks": {"ModelCheckpoint": {"best_model_score": torch.tensor(1.0)}},
-            "optimizer_states": [optimizer.state_dict()],
-            "lr_schedulers": [schedule.state_dict()],
-            "hyper_parameters": {"lr": 1e-3, "widths": [8, 16]},
-        }
-    )
-    assert list(dump.state) == ["model.encoder.weight", "model.encoder.bias"]
-    assert dump.layout == "weights-only"
-    assert dump.left_out == ("loops", "callbacks", "optimizer_states", "lr_schedulers")
-    assert dict(dump.scalars) == {
-        "epoch": 3,
-        "pytorch-lightning_version": "2.4.0",
-        "hyper_parameters.lr": 1e-3,
-        "hyper_parameters.widths": [8, 16],
-    }
 
 
 def test_trained_weights_come_before_averages_and_other_nets(read):

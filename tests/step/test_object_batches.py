@@ -128,20 +128,3 @@ def test_a_plain_dump_holds_them(replay, model, saved):
     report = replay(model, saved, mode="train", fixes=False)
     assert (report.verdict, report.origin.op) == ("precision", "mul")
     assert report.notes[0].startswith(f"Replayed as model({next(iter(saved))})")
-
-
-@pytest.mark.parametrize(
-    ("saved", "grade"),
-    [
-        ({"loss": torch.tensor(torch.nan)}, "finite"),
-        ({"loss": "same"}, "exact"),
-        ({"logit": torch.tensor(torch.inf)}, "no-reference"),
-        ({"epoch": 0.5}, "no-reference"),
-    ],
-)
-def test_a_saved_loss_is_graded(replay, saved, grade):
-    model = nn.Linear(3, 3)
-    if saved.get("loss") == "same":
-        saved = {"loss": model(X).square().mean().item()}
-    report = replay(model, {"x": X, **saved}, loss=lambda output, _: output.square().mean(), fixes=False)
-    assert report.reproduction.grade == grade
