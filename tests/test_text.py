@@ -1,8 +1,11 @@
+"""What an error says can be printed anywhere, whatever a file or a model put into it."""
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nandoctor import text as words
+from nandoctor.errors import ModelError
 
 TEXT = st.lists(st.integers(0, 0x10FFFF).map(chr)).map("".join)
 """Of any characters; hypothesis' own texts begin with a table of all of them, for seconds."""
@@ -99,3 +102,10 @@ def test_calls_are_counted_from_one():
     assert (words.call_label("norm", 0), words.call_label("norm", 1)) == ("norm", "norm (2nd call)")
     assert words.call_label("norm", 0, "Norm") == "norm (Norm)"
     assert words.call_label("norm", 1, "Norm") == "norm (Norm, 2nd call)"
+
+
+def test_an_error_writes_out_what_is_not_visible():
+    error = ModelError("Net has no \x00\x1b[31m\u202e.\nBeside it:\ta", remedy="Name \ud800.")
+    assert error.message == "Net has no \\x00\\x1b[31m\\u202e.\nBeside it:\\ta"
+    assert str(error).splitlines()[-1] == "Name \\ud800."
+    assert error.args == (error.message,)

@@ -224,33 +224,3 @@ def test_clipping_by_nan_spoils_what_no_scaler_skips(tmp_path):
         run.update(number, *optimizers)
     run.recorder.close()
     assert read_dump(run.recorder.written[0]).scalars["reason"] == "gradients"
-
-
-class Words(nn.Module):
-    """A mean of word vectors; words that no batch has get no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 1)
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        return self.head(self.embed(words).mean(dim=1))
-
-
-def squared(output, batch):
-    return output.float().square().mean()
-
-
-def test_adam_in_half_precision(tmp_path):
-    model = Words().half()
-    optimizer = torch.optim.Adam(model.parameters())
-    with nandoctor.Recorder(model, folder=tmp_path, loss=squared) as recorder:
-        words = torch.randint(5, (4, 3))  # 5, 6 and 7 have no gradient
-        recorder.watch(loss := squared(model(words), words), words)
-        loss.backward()
-        optimizer.step()
-    dump = read_dump(recorder.written[0])
-    assert (dump.path.name, dump.scalars["reason"]) == ("nan-step000000.pth", "update")
-    report = nandoctor.replay(dump.path, fixes=False).report
-    assert (report.reproduction.grade, report.cause.code) == ("exact", "optimizer-eps-underflow")
-    assert (report.origin.phase, report.origin.place.module) == ("optimizer", "embed")

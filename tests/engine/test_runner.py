@@ -1,6 +1,10 @@
-"""One run: what it may meet, and that everything it touched is as it was."""
+"""One run: what it may meet, what it draws, also in a forked process, and that everything it touched is as it was."""
 
+import os
+import subprocess
+import sys
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,11 +13,13 @@ from tiny_models import Chain, Counts, Drops, Raises, Returns
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nandoctor.autocast.policy import REFERENCE, Policy
+from nandoctor.autocast.policy import EXACT, REFERENCE, Policy, apply_policy
+from nandoctor.engine.module_state import draw_in_fp32
 from nandoctor.engine.progress import Listener
 from nandoctor.engine.runner import Watch
 from nandoctor.errors import ModelError
 from nandoctor.evidence.formats import BF16, FP16
+from nandoctor.tracing.dispatch_hook import intercepting
 
 CUDA = Policy(name="cuda", format=FP16)
 IMAGE = torch.ones(2, 4)
@@ -85,3 +91,59 @@ def test_progress_is_told_after_every_call():
     progress = Listener(lambda _, done, __: counts.append(done))
     make_step(model, IMAGE, training=False, progress=progress).run(REFERENCE)
     assert counts == [0, 1, 2, 3]  # the first tells that the run begins
+
+
+ROOT = Path(__file__).parents[2]
+
+AFTER = """
+import os, nandoctor
+def replay():
+    return nandoctor.replay("sample_dumps/unet_blank_tile.pth", max_trials=3)
+first = replay()
+child = os.fork()
+if child == 0:
+    second = replay()
+    same = first.report.headline == second.report.headline
+    os._exit(0 if same and second.report.reproduction.grade in ("exact", "same-mask") else 1)
+os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+@pytest.mark.slow
+def test_a_forked_process_replays():
+    """With two threads: to wait for the parent's in a child hangs."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, "-c", AFTER], cwd=ROOT, env=environment, timeout=300, check=False)
+    assert done.returncode == 0
+
+
+CPU = torch.device("cpu")
+DRAWS = {
+    "randn_like": torch.randn_like,
+    "rand_like": torch.rand_like,
+    "randn": lambda x: torch.randn(x.shape),
+    "rand": lambda x: torch.rand(*x.shape, dtype=x.dtype),
+    "normal": lambda x: torch.normal(x, 1 + 0 * x),
+    "normal_": lambda x: torch.empty_like(x).normal_(0.5, 2.0),
+    "uniform_": lambda x: x.clone().uniform_(-1, 1),
+    "exponential_": lambda x: torch.empty_like(x).exponential_(),
+    "bernoulli": lambda x: torch.bernoulli(0.5 + 0 * x),
+    "distribution": lambda x: torch.distributions.Normal(0 * x, 1 + 0 * x).rsample(),
+    "gumbel": torch.nn.functional.gumbel_softmax,
+    "dropout": lambda x: torch.nn.functional.dropout(1 + 0 * x),
+    "randint": lambda x: torch.randint(9, x.shape),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_float64_draws_what_fp32_does(name):
+    made = []
+    for policy, dtype in ((REFERENCE, torch.float32), (EXACT, torch.float64)):
+        torch.manual_seed(0)
+        with apply_policy(policy, CPU), intercepting(draw_in_fp32):
+            made.append((DRAWS[name](torch.zeros(4, 16, dtype=dtype)), torch.rand(1, dtype=torch.float32)))
+    (narrow, after), (wide, after_wide) = made
+    assert wide.dtype in (torch.float64, torch.int64)
+    torch.testing.assert_close(wide, narrow.to(wide.dtype), rtol=1e-6, atol=1e-6)
+    assert torch.equal(after, after_wide)  # and what is drawn next as well

@@ -1,12 +1,14 @@
-"""What a search calls verified is FIXED once it is written."""
+"""How far two runs are from each other; what a search calls verified is FIXED once it is written."""
 
 from pathlib import Path
 
+import pytest
 import torch
 
 import nandoctor
 from nandoctor import cuda_autocast
 from nandoctor.case import check
+from nandoctor.fixes.agreement import Result, compare_runs, gradient_error, gradient_norm
 
 MASKED = """
 scores = self.q(x) @ x.mT
@@ -31,3 +33,23 @@ def test_a_verified_fix_is_fixed_once_it_is_written(project):
     dump, told = nandoctor.load("dump.pth"), [Path("net.py")]
     made, _ = check(dump, model=project.model, changed=told, proved=True, **runs)
     assert made.outcome == "fixed", (fix.title, made.headline)
+
+
+def test_gradients_of_complex_weights_are_compared():
+    made, reference = (
+        Result(values={}, gradients={"filter": torch.tensor([3 + imaginary * 1j, 0])}, ran=True) for imaginary in (5, 4)
+    )
+    assert gradient_norm(reference) == 5
+    assert gradient_error(made, reference) == 0.2
+    assert gradient_error(reference, reference) == 0
+
+
+def test_an_accepted_error_of_a_small_sample():
+    made, reference = (
+        Result(values={"output": torch.tensor(values)}, gradients={}, ran=True)
+        for values in ([[1.0], [0.006]], [[1.0], [0.004]])
+    )
+    found = compare_runs(made, reference)
+    assert found.max_rel_err == pytest.approx(0.5)
+    assert found.accepted_rel_err(0.01) == pytest.approx(0.002)
+    assert found.accepted_rel_err(0.6) == pytest.approx(0.5)

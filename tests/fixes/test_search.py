@@ -1,13 +1,15 @@
-"""Prescriptions on networks unlike the corpus: large ones, several origins, outputs of every kind."""
+"""Prescriptions on networks unlike the corpus; of the changes that hold the least one, and what it costs."""
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from nandoctor.changes.setting import UseFormat
 from nandoctor.evidence.edits import flatten
 from nandoctor.evidence.formats import BF16, FP32, FP64
 from nandoctor.evidence.report import StepSetting
+from nandoctor.fixes.budget import BudgetSpent
 from nandoctor.views.report import answer_section
 
 
@@ -191,3 +193,55 @@ def test_code_that_is_in_no_file_is_named(replay):
     report = replay(lambda: space["Cell"](2, 2), {"x": torch.zeros(3, 2)})
     assert not any(fix.kind == "source" for fix in report.fixes)
     assert any("<cell> is not a file here" in note for note in report.search_notes)
+
+
+MEL = {
+    "layers": 'self.register_buffer("bank", torch.ones(3, 5))\nself.head = nn.Linear(3, 2)',
+    "inputs": "power",
+    "forward": "mel = torch.matmul(power, self.bank.T)\nreturn self.head(torch.log10(mel.clamp(min=1e-10)))",
+}
+
+
+@pytest.fixture
+def mel(project):
+    """A step with two ways to fail: an eps that fp16 rounds to 0, and a product past its range."""
+    project.write(**MEL)
+    project.save(power=torch.rand(4, 5) * torch.tensor([[1.0], [1e5], [0.0], [1.0]]))
+    return project
+
+
+def test_what_another_part_mends_is_left_out(mel):
+    """The eps is none where the product before it is in fp32."""
+    verified = [fix for fix in mel.replay().fixes if fix.verified]
+    assert "torch.matmul(power.float(), self.bank.T.float())" in verified[0].patch
+    assert not any("clamp(min=1e-10).clamp" in fix.patch for fix in verified)
+
+
+def test_a_fix_is_kept_if_the_budget_ends_on_a_smaller_one(mel, monkeypatch):
+    def end_budget(*_):
+        raise BudgetSpent
+
+    monkeypatch.setattr("nandoctor.fixes.search._Search._without_idle_parts", end_budget)
+    assert [fix.verified for fix in mel.replay().fixes] == [True]
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.head = nn.Linear(8 * 6 * 6, 5)
+        nn.init.constant_(self.head.weight, 30000.0)
+
+    def forward(self, x):
+        return self.head(self.conv(x).relu().flatten(1))
+
+
+def test_the_share_of_multiply_adds_is_torchs_own(replay):
+    model, x = Net(), torch.rand(2, 3, 8, 8)
+    fixes = replay(model, {"x": x}, builds=Net).fixes
+    (kept,) = [fix for fix in fixes if getattr(fix.edit, "module", None) == "head"]
+    with FlopCounterMode(display=False) as counter:
+        model(x)
+    counts = {name: sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
+    assert kept.cost.products_in_fp32 == pytest.approx(counts["Net.head"] / counts["Net"])
+    assert 0 < kept.cost.more_activations < 0.1  # ten numbers beside the 576 of the convolution, and their relu

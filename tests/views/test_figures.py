@@ -1,3 +1,5 @@
+"""The plots: the ranges, and those beside them."""
+
 import itertools
 from dataclasses import replace
 
@@ -5,11 +7,14 @@ import factory
 import matplotlib
 import pytest
 from matplotlib.collections import PathCollection, PolyCollection
+from matplotlib.text import Text
 
+from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import FP16, FP32
 from nandoctor.evidence.report import Runs
 from nandoctor.views.layer_table import every_layer
 from nandoctor.views.layers import select_layers
+from nandoctor.views.plots.kinds import PLOTS, draw
 from nandoctor.views.plots.ranges import MAX_BARS, draw_ranges
 
 
@@ -110,3 +115,40 @@ def test_the_users_style_is_neither_used_nor_changed():
         assert dict(matplotlib.rcParams) == before
     assert figure.axes[0].get_facecolor() == (1, 1, 1, 1)
     assert not figure.axes[0].get_xticklabels()[0].get_usetex()
+
+
+def title(figure):
+    return " ".join(figure.get_suptitle().split())
+
+
+@pytest.mark.parametrize("kind", PLOTS)
+def test_nothing_was_run(kind):
+    with pytest.raises(NanDoctorError):
+        draw(factory.weights_only(), kind)
+
+
+def test_an_unknown_kind_is_refused():
+    with pytest.raises(NanDoctorError, match="no plot 'pie'") as caught:
+        draw(factory.healthy(), "pie")
+    assert "ranges, origin" in caught.value.remedy
+
+
+def test_the_origin_is_shown_where_it_is():
+    made = factory.fixable()
+    named = replace(made.origin, dimensions=("sample", "channel", "height", ""))
+    figure = draw(replace(made, origin=named), "origin")
+    assert (figure.axes[0].get_ylabel(), figure.axes[0].get_xlabel()) == ("height", "dimension 3")
+    assert "of sample, channel, height, ?; summed over sample and channel" in figure.legends[0].get_title().get_text()
+    assert title(figure) == f"{factory.fixable().headline}. div in encoder.blocks.2.attention: NaN in 288 of 65,536."
+    image = figure.axes[0].images[0].get_array()
+    assert image[11, 5] == 8
+    assert image.mask[0, 0]
+
+
+def test_a_run_without_autocast_is_told_as_such():
+    made = factory.fixable()
+    plain = replace(made, runs=replace(made.runs, autocast=replace(made.runs.autocast, policy="none")))
+    written = [text.get_text() for text in draw(plain, "ranges").findobj(Text)]
+    told = [text for text in written if "autocast" in text]
+    assert all("without autocast" in text for text in told)
+    assert told
