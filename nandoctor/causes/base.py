@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Literal
 
 from nandoctor.changes.clamp import ClampArgument
@@ -34,6 +35,9 @@ from nandoctor.text import nonfinite_part, number
 OFF_ZERO = (1e-12, 1e-6, 1e-4)
 """Distances to keep from zero."""
 _DEPTH = 16
+_EDGES = {-1.0, 0.0, 1.0}
+"""Where the domains of functions end, as a rule."""
+_NEAREST = 2
 
 CausePhase = Literal[
     "forward", "backward", "swallowed", "constant", "weight", "buffer", "input", "target", "optimizer", "update"
@@ -315,6 +319,21 @@ def off_zero_candidate(op: OpCall, argument: str, smallest: Sequence[float] = OF
     It keeps its sign if `signed`.
     """
     return tuple(ClampArgument(site=site_of(op), argument=argument, low=low, keeps_sign=signed) for low in smallest)
+
+
+def off_edge_candidates(op: OpCall, ops: Sequence[OpCall]) -> Iterator[Candidate]:
+    """Yield clamps of what the user's code passes on to an op of torch's own Python where it is exactly 0, 1 or -1.
+
+    No text of the user's has the op, but one has made what it is singular at. The nearest two are tried.
+    """
+    behind = chain.from_iterable(ancestors(ops, tensor, _DEPTH) for tensor in op.inputs)
+    ours = (maker for maker in behind if maker.inside is None and maker.source is not None and maker.outputs)
+    at_edge = (maker for maker in ours if {maker.outputs[0].min, maker.outputs[0].max} & _EDGES)
+    for maker in islice(at_edge, _NEAREST) if op.inside is not None else ():
+        low, high = maker.outputs[0].min, maker.outputs[0].max
+        margins = OFF_ZERO if low == 0 and high not in _EDGES else OFF_ZERO[1:]  # beside 1 fp32 loses 1e-12
+        ends = [(low + it if low in _EDGES else None, high - it if high in _EDGES else None) for it in margins]
+        yield clamp_candidate(maker, "", ends)
 
 
 def is_whole_power(op: OpCall) -> bool:

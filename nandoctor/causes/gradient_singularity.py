@@ -26,6 +26,7 @@ from nandoctor.causes.base import (
     GradientFinding,
     gradient_evidence,
     guard_candidate,
+    off_edge_candidates,
     off_zero_candidate,
     singular_edge,
 )
@@ -103,3 +104,4 @@ def suggest(finding: GradientFinding) -> Iterator[Candidate]:
     yield (*clamp_into_domain(forward), *guards) or tuple(
         edit for name in names for edit in off_zero_candidate(forward, name, signed=True)
     )
+    yield from off_edge_candidates(forward, finding.ops)

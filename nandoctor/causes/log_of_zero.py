@@ -22,7 +22,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from nandoctor.causes.base import Candidate, Finding, OutsideTensor, off_zero_candidate, outside_domain, writes_infinity
+from nandoctor.causes.base import (
+    Candidate,
+    Finding,
+    OutsideTensor,
+    off_edge_candidates,
+    outside_domain,
+    writes_infinity,
+)
 from nandoctor.causes.invalid_domain import clamp_into_domain
 from nandoctor.causes.log_space import STABLE_FORM, stable_forms
 from nandoctor.causes.sentences import operand, subject
@@ -143,7 +150,4 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
     if finding.op.op == "ctc_loss":
         yield (SetFlag(site=site_of(finding.op), argument="zero_infinity"),)
     yield clamp_into_domain(finding.op)
-    domain = DOMAINS.get(finding.op.op)
-    argument = finding.op.find_input(domain.argument) if domain is not None else None
-    if finding.op.inside is not None and argument is not None:  # no text of ours has the op, but one may make the zero
-        yield from (off_zero_candidate(maker, "", signed=False) for maker in [*finding.sources(argument)][-1:])
+    yield from off_edge_candidates(finding.op, finding.ops)

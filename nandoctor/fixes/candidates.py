@@ -141,14 +141,17 @@ def _lines_in_fp32(leads: Sequence[Suspect], findings: Findings) -> Iterator[Can
 def lines_in_fp64(leads: Sequence[Suspect], findings: Findings) -> Iterator[Candidate]:
     """Yield the lines around the first origin, shortest first: from where a value is rounded to where it fits again."""
     site = next((lead.site for lead in leads if lead.site.source is not None), None)
-    origin = site.source.whole if site is not None and site.source is not None else None
-    ops = [op for op in findings.ops if op.phase != "backward" and site is not None and op.place.module == site.module]
-    lines = list(dict.fromkeys(op.source.whole for op in ops if op.source is not None))
-    if origin in lines:
-        place = lines.index(origin)
-        spans = product(range(max(place - _MOST_LINES + 1, 0), place + 1), range(place + 1, place + _MOST_LINES + 1))
-        for start, end in sorted(spans, key=lambda span: (span[1] - span[0], -span[0])):
-            yield (KeepLines(lines=tuple(lines[start:end]), format=FP64),)
+    if site is None or site.source is None:
+        return
+    of_module = (op for op in findings.ops if op.phase != "backward" and op.place.module == site.module)
+    for ops in (of_module, findings.inside):
+        lines = list(dict.fromkeys(op.source.whole for op in ops if op.source is not None))
+        if site.source.whole in lines:
+            place = lines.index(site.source.whole)
+            starts = range(max(place - _MOST_LINES + 1, 0), place + 1)
+            spans = product(starts, range(place + 1, place + _MOST_LINES + 1))
+            for start, end in sorted(spans, key=lambda span: (span[1] - span[0], -span[0])):
+                yield (KeepLines(lines=tuple(lines[start:end]), format=FP64),)
 
 
 def overflowing_products(findings: Findings) -> list[OpCall]:

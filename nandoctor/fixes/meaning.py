@@ -47,6 +47,9 @@ _ROUNDING = 2.0**-22
 """A step that fp32's rounding makes anywhere."""
 LOST = 0.5
 """The error of one weight's gradient from which on it is lost; fp32's own rounding has been seen to cost a seventh."""
+VISIBLE = 0.03
+"""The error of one weight's gradient that is looked at: rounding explains it if the batch's own costs a share of it."""
+_SHARE = 1 / 30
 _SETTLED = 1e-5
 """What moves by less between the first two steps, relative to the largest value, has come to its limit: only rounding
 moves it at the third. Where terms cancel, as in (1 - cos(h)) / h ** 2, float64's is divided by h ** 2."""
@@ -124,16 +127,17 @@ class Meaning:
         found = self._trials.exact() if self._trials.numerics else self._trials.reference()
         return found if found.ran and found.gradients and found.gradients_finite and not found.has_nan else None
 
-    def is_direction_noise(self, name: str) -> bool:
-        """Return True if rounding decides where a gradient points, as that of min(x, y) for a box found exactly.
+    def is_rounding(self, name: str, error: float) -> bool:
+        """Return True if rounding explains the error of a gradient, as that of min(x, y) for a box found exactly.
 
-        The gradient in float64, or of a batch within the rounding, then points elsewhere.
+        The gradient in float64, or of a batch within the rounding, then points elsewhere, or is off by a share of it.
         """
         meant, trials = self.directed, self._trials
         if meant is None or not trials.numerics:
             return reversed_gradient(trials.reference(), trials.exact()) is not None
         near = [run for run in self._nearby if run.gradients_finite and name in run.gradients]
-        return any(gradient_error(_alone(run, name), _alone(meant, name)) > LOST for run in near)
+        least = LOST if error > LOST else error * _SHARE
+        return any(gradient_error(_alone(run, name), _alone(meant, name)) > least for run in near)
 
     @cached_property
     def _nearby(self) -> list[Result]:

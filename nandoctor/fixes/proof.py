@@ -6,6 +6,7 @@ batch alone, so it is not tried on variations.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -30,7 +31,7 @@ from nandoctor.fixes.agreement import (
 )
 from nandoctor.fixes.gradient_check import GradientCheck, Said, in_bf16, run_lowered
 from nandoctor.fixes.hidden_values import describe_hidden
-from nandoctor.fixes.meaning import LOST, Meaning, largest_error, reversed_gradient
+from nandoctor.fixes.meaning import VISIBLE, Meaning, largest_error, reversed_gradient
 from nandoctor.fixes.other_batches import OtherBatches
 from nandoctor.fixes.variations import OTHER_SEED, VARIATIONS
 from nandoctor.fixes.verify import GRADIENT_TOLERANCE, Judgement, Trials, selects
@@ -218,22 +219,22 @@ def _judge_direction(proof: Proof) -> Said | None:
     meaning = proof.verifier.meaning
     if meaning.directed is None or selects((proof.change,)):
         return None
-    for name, how in _list_misdirected(proof, meaning.directed):
-        if not meaning.is_direction_noise(name):
+    for name, error, how in _list_misdirected(proof, meaning.directed):
+        if not meaning.is_rounding(name, error):
             return Said("failed", f"that of `{name}` {how}", replaces=f"the gradient of `{name}` then {how}")
     return None
 
 
-def _list_misdirected(proof: Proof, meant: Result) -> Iterator[tuple[str, str]]:
-    """Yield the parameter whose gradient is turned round, and the one whose gradient is lost, and how that is told."""
+def _list_misdirected(proof: Proof, meant: Result) -> Iterator[tuple[str, float, str]]:
+    """Yield the parameter whose gradient is turned round, and that whose gradient is furthest off, and how far."""
     where = "float64" if proof.trials.numerics else "fp32"
     name = reversed_gradient(proof.made, meant)
     if name is not None:
-        yield name, f"points the other way than the formula's in {where}"
+        yield name, math.inf, f"points the other way than the formula's in {where}"
     is_compared = proof.trials.numerics and meant.finite
     found = largest_error(proof.trials.reference(proof.change), meant) if is_compared else None
-    if found is not None and found[1] > LOST:
-        yield found[0], f"is {percent(found[1])} off the formula's in {where}"
+    if found is not None and found[1] > VISIBLE:
+        yield *found, f"is {percent(found[1])} off the formula's in {where}"
 
 
 def _judge_limit(proof: Proof) -> Said | None:
