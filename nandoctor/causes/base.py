@@ -327,8 +327,9 @@ def off_edge_candidates(op: OpCall, ops: Sequence[OpCall]) -> Iterator[Candidate
     No text of the user's has the op, but one has made what it is singular at. The nearest two are tried.
     """
     behind = chain.from_iterable(ancestors(ops, tensor, _DEPTH) for tensor in op.inputs)
-    ours = (maker for maker in behind if maker.inside is None and maker.source is not None and maker.outputs)
-    at_edge = (maker for maker in ours if {maker.outputs[0].min, maker.outputs[0].max} & _EDGES)
+    ours = (maker for maker in behind if maker.inside is None and maker.outputs)
+    made = (maker for maker in ours if maker.op not in MOVES | CASTS | FILLS)
+    at_edge = (maker for maker in made if {maker.outputs[0].min, maker.outputs[0].max} & _EDGES)
     for maker in islice(at_edge, _NEAREST) if op.inside is not None else ():
         low, high = maker.outputs[0].min, maker.outputs[0].max
         margins = OFF_ZERO if low == 0 and high not in _EDGES else OFF_ZERO[1:]  # beside 1 fp32 loses 1e-12

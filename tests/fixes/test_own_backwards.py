@@ -43,6 +43,36 @@ def test_a_clamp_in_a_backward_replaces_values(replay, powers):
     assert (clamp.workaround or "").startswith("the gradient of" if 1.0 not in powers else "other batches")
 
 
+class HandMish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * torch.tanh(nn.functional.softplus(x))
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        omega = 4 * (x + 1) + 4 * torch.exp(2 * x) + torch.exp(3 * x) + torch.exp(x) * (4 * x + 6)
+        delta = 2 * torch.exp(x) + torch.exp(2 * x) + 2
+        return gradient * torch.exp(x) * omega / delta**2
+
+
+class Branches(Eye):
+    def forward(self, x):
+        return HandMish.apply(self.read(x))
+
+
+@pytest.mark.slow
+def test_a_gradient_is_not_lost_behind_the_others(replay):
+    """Two lines in fp64 leave `delta ** 2` infinite in fp32: a gradient of 0 in place of 1, for one of many samples."""
+    x = torch.linspace(-3, 3, 64).reshape(32, 2)
+    x[5] = torch.tensor([35.0, 1.0])
+    fixes = replay(Branches, {"x": x}, loss=lambda output, _: output.square().mean().sqrt()).fixes
+    (verified,) = [fix for fix in fixes if fix.verified]
+    assert verified.title.startswith("Compute lines 55, 56 and 57")
+    assert verified.patch.count(".double()") == 12
+
+
 class Rounding(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

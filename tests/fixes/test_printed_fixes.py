@@ -238,6 +238,18 @@ STEPS = {
         is_workaround=True,
         is_quick=False,
     ),
+    "a 1 that is passed on to a distribution": Step(
+        code={
+            "layers": "self.shape = nn.Parameter(torch.tensor([0.5, 0.6]))",
+            "forward": "warped = torch.distributions.Kumaraswamy(self.shape[0], self.shape[1])\n"
+            "return warped.cdf(x.clamp(0.0, 1.0))",
+            "loss": SQUARES,
+        },
+        batch={"x": torch.tensor([[0.2, 0.7], [0.4, 1.3], [0.0, 0.5]])},
+        lines=("return warped.cdf(x.clamp(0.0, 1.0).clamp(min=1e-6, max=0.999999))",),
+        cause="gradient-singularity",
+        is_quick=False,
+    ),
     "both logarithms of a lambda": clamped(
         "p = torch.sigmoid(self.lift(x).float())\n"
         "f = lambda p: torch.log(p) * p + torch.log(1 - p) * (1 - p)\nreturn f(p)",
