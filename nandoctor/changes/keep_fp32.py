@@ -220,7 +220,7 @@ def _widen_names(
     tree = change.tree
     sources = ((op, op.source) for op in source.ops if op.source is not None and op.source.whole == line)
     called = [Expression(change, node, op) for op, place in sources if (node := tree.find(place)) is not None]
-    found = _tensors_read(called) | set(_module_arguments(statement))
+    found = _tensors_read(called, items=method == "double") | set(_module_arguments(statement))
     names = {node for node in found if tree.code(node) not in wide}
     for node in found:
         text = f"{change.operand(node)}.{method}()" if node in names else tree.code(node)
@@ -233,13 +233,13 @@ def _widen_names(
     return names
 
 
-def _tensors_read(called: Iterable[Expression]) -> set[ast.expr]:
-    """Return the names, attributes and items that the expressions took their tensors from."""
+def _tensors_read(called: Iterable[Expression], *, items: bool) -> set[ast.expr]:
+    """Return the names, attributes and, with `items`, items that the expressions took their tensors from."""
     found: set[ast.expr] = set()
     for expression in called:
         written = {expression.node.target} if isinstance(expression.node, ast.AugAssign) else set()
         found.update(set(expression.tensors()) - written)
-    return {node for node in found if isinstance(node, ast.Name | ast.Attribute) or _is_item(node)}
+    return {node for node in found if isinstance(node, ast.Name | ast.Attribute) or (items and _is_item(node))}
 
 
 def _is_item(node: ast.expr) -> bool:
