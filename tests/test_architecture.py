@@ -34,20 +34,20 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_458, "tests": 30_109, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_504, "tests": 30_151, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_923,
     "autocast": 822,
     "capture": 2_570,
-    "causes": 2_642,
-    "changes": 3_102,
+    "causes": 2_668,
+    "changes": 3_109,
     "cli": 793,
     "diagnosis": 1_935,
     "dumps": 3_148,
     "engine": 3_118,
-    "evidence": 1_703,
-    "fixes": 3_869,
+    "evidence": 1_708,
+    "fixes": 3_877,
     "fleet": 703,
     "repro_scripts": 650,
     "step": 3_102,
