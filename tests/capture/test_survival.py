@@ -126,37 +126,6 @@ def test_what_is_no_loss_does_not_end_a_training(tmp_path, caplog, loss):
     assert sum("which is not a loss" in message for message in caplog.messages) == 1
 
 
-class Distances(nn.Module):
-    """A model without weights: what is trained are its inputs."""
-
-    def forward(self, points: torch.Tensor) -> torch.Tensor:
-        return torch.cdist(points, points).sum(-1)
-
-
-class Late(nn.Module):
-    """A model that gets its weights at the first forward."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not hasattr(self, "linear"):
-            self.linear = nn.Linear(3, 2)
-        return self.linear(x)
-
-
-@pytest.mark.parametrize("model", [Distances(), Late()], ids=["none", "late"])
-def test_a_model_without_weights_is_recorded(tmp_path, model):
-    points = torch.ones(5, 3, requires_grad=True)
-    optimizer = torch.optim.SGD([points], 0.1)
-    with Recorder(model, folder=tmp_path, threshold=1) as recorder:
-        for factor in (1.0, float("nan")):
-            loss = model(factor * points).sum()
-            recorder.watch(loss, points)
-            loss.backward()
-            optimizer.step()
-    (path,) = recorder.written
-    assert path.name == "nan-step000001.pth"
-    assert nandoctor.replay(path, model, fixes=False).report.reproduction.grade == "exact"
-
-
 class Unlisted(nn.Linear):
     def modules(self):
         raise RuntimeError("not here")

@@ -51,12 +51,6 @@ def test_a_notebook_shows_a_dump_in_one_line(tmp_path):
     assert repr(read_dump(path)) == f"Dump({path}: 1 weight; {', '.join(f'x{i}' for i in range(12))} and 8 more)"
 
 
-def test_notes_say_which_weights_and_what_was_left_out(summary_of):
-    assert summary_of().notes == ()
-    summary = summary_of(state_dict=None, model=WEIGHTS, ema=WEIGHTS, optimizer={"state": {}, "param_groups": []})
-    assert summary.notes == ("The weights are those under 'model'.", "Not read: ema and optimizer.")
-
-
 def test_text_of_the_file_is_fit_for_a_terminal(summary_of):
     summary = summary_of(note="\x1b[31mred\n" + "x" * 1000, widths=list(range(10_000)))
     note, widths = (value for _, value in summary.scalars)

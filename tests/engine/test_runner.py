@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nandoctor.autocast.policy import EXACT, REFERENCE, Policy, apply_policy
-from nandoctor.engine.module_state import draw_in_fp32
+from nandoctor.engine.module_state import draw_in_fp32, list_nonfinite_state
 from nandoctor.engine.progress import Listener
 from nandoctor.engine.runner import Watch
 from nandoctor.errors import ModelError
@@ -147,3 +147,37 @@ def test_float64_draws_what_fp32_does(name):
     assert wide.dtype in (torch.float64, torch.int64)
     torch.testing.assert_close(wide, narrow.to(wide.dtype), rtol=1e-6, atol=1e-6)
     assert torch.equal(after, after_wide)  # and what is drawn next as well
+
+
+class Keeping(nn.Module):
+    """A linear layer, a weight of its own and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.large = nn.Linear(256, 256)
+        self.own = nn.Parameter(torch.zeros(1 << 15))
+        self.register_buffer("peak", torch.zeros(2))
+
+
+def _write(tensor):
+    with torch.no_grad():
+        tensor.view(-1)[0] = torch.inf
+
+
+WRITES = {
+    "peak": lambda model: _write(model.peak),
+    "state": lambda model: setattr(model, "state", torch.tensor(torch.nan)),
+    "large.seen[1]": lambda model: setattr(model.large, "seen", [torch.ones(2), torch.tensor(torch.inf)]),
+    "past.key": lambda model: setattr(model, "past", {"key": torch.tensor(torch.inf)}),
+    "own": lambda model: _write(model.own.data),
+    "large.bias": lambda model: _write(model.large.bias.data),
+    "large.weight": lambda model: _write(model.large.weight),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_all_state_is_looked_at(name):
+    model = Keeping()
+    assert list_nonfinite_state(model) == {}
+    WRITES[name](model)
+    assert list_nonfinite_state(model) == {name: True}

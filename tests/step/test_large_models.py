@@ -91,23 +91,6 @@ def test_freed_memory_is_returned():
     assert int(done.stdout) >= 19 * (4 << 20) * 0.9
 
 
-@pytest.mark.parametrize("large", [True, False])
-def test_widened_weights_of_a_large_model_lie_in_files(monkeypatch, large):
-    made = []
-    make = file_memory.map_empty
-    monkeypatch.setattr(
-        file_memory, "map_empty", lambda shape, dtype: made.append((shape, dtype)) or make(shape, dtype)
-    )
-    weight = torch.arange(1 << 20, dtype=torch.bfloat16).view(1024, 1024)
-    turned = weight.clone().T
-    before = weight.clone()
-    module_state.widen_tensors([weight, turned], {torch.bfloat16: torch.float32}, in_files=large)
-    assert weight.dtype is turned.dtype is torch.float32
-    assert torch.equal(weight, before.float())
-    assert turned.stride() == (1, 1024)
-    assert [dtype for _, dtype in made] == [torch.float32] * large
-
-
 HUGE = 1 << 40
 
 

@@ -1,7 +1,8 @@
-"""From a dump, a model and settings to something that runs."""
+"""From a dump, a model and settings to something that runs; what is in the way is told before anything is built."""
 
 import re
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from tiny_models import Returns
 from torch import nn
 
+import nandoctor
 from nandoctor.dumps.dump import Dump
 from nandoctor.errors import DumpError, ModelError, NanDoctorError
 from nandoctor.step.settings import Settings
@@ -160,3 +162,52 @@ def test_missing_cuda_is_an_error_that_names_the_emulation():
     with pytest.raises(NanDoctorError, match="no CUDA device") as caught:
         prepare(dump_of(nn.Identity(), image=IMAGE), nn.Identity(), Settings(device="cuda"))
     assert "CPU replays a CUDA run" in caught.value.remedy
+
+
+@contextmanager
+def default_device(name):
+    torch.set_default_device(name)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+class Counted(nn.Linear):
+    """Counts how often it is built."""
+
+    built = 0
+
+    def __init__(self):
+        super().__init__(3, 2)
+        Counted.built += 1
+
+
+@pytest.fixture
+def dump(tmp_path):
+    torch.save({"state_dict": nn.Linear(3, 2).state_dict(), "x": torch.ones(4, 3)}, tmp_path / "dump.pth")
+    Counted.built = 0
+    return tmp_path / "dump.pth"
+
+
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [
+        (torch.inference_mode, r"inference_mode\(\) is on"),
+        (lambda: torch.device("meta"), "on the device 'meta', where they hold no numbers"),
+        (lambda: default_device("meta"), "on the device 'meta'"),
+    ],
+    ids=["inference mode", "device context", "default device"],
+)
+def test_modes_without_real_tensors_are_refused(dump, mode, said):
+    for replay in (nandoctor.replay, nandoctor.verify, nandoctor.repro):
+        with mode(), pytest.raises(NanDoctorError, match=said):
+            replay(dump, Counted)
+    assert Counted.built == 0
+    assert nandoctor.replay(dump, Counted).verdict == "healthy"
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, lambda: torch.device("cpu"), lambda: default_device("cpu")])
+def test_modes_with_real_tensors_are_none_of_our_business(dump, mode):
+    with mode():
+        assert nandoctor.replay(dump, Counted, fixes=False).verdict == "healthy"

@@ -1,5 +1,6 @@
 """Documents on every surface; `UPDATE_GOLDEN=1 python -m pytest tests/views/test_documents.py` renews the texts."""
 
+import json
 import os
 import re
 import subprocess
@@ -13,9 +14,13 @@ from private_words import find_words
 from surfaces import LEVELS, SURFACES, letters, markdown, terminal, texts
 
 from nandoctor.causes.registry import find_page, list_pages
+from nandoctor.errors import NanDoctorError
+from nandoctor.evidence.codec import from_plain
 from nandoctor.evidence.edits import ChangedFile, SourcePatch
+from nandoctor.evidence.report import Report
 from nandoctor.evidence.verification import FixChoice
 from nandoctor.views.document import document
+from nandoctor.views.save import save
 
 GOLDEN = Path(__file__).parent / "golden"
 CHOICE = FixChoice(dump="NaN.pth", headline="It divides by 0", pick=1, num_verified=3, fix=factory.fixable().fixes[0])
@@ -164,3 +169,63 @@ def test_colour_only_on_a_terminal(monkeypatch):
     assert "\x1b[36m" in terminal(find_page("eps-underflow"), force_terminal=True, color_system="standard")
     monkeypatch.setenv("NO_COLOR", "1")
     assert not re.search(r"\x1b\[[0-9;]*3[0-7]", terminal(factory.precision(), force_terminal=True))
+
+
+def test_every_kind_of_nonfinite_value_is_counted():
+    mixed = replace(factory.array("x", 1), num_posinf=2, num_neginf=3)
+    assert "1 NaN, 2 +Inf, 3 -Inf" in terminal(factory.dump(arrays=(mixed,)))
+
+
+def test_notes_and_what_is_missing():
+    text = terminal(factory.dump(missing=("No input is saved: add it.",), notes=("EMA weights left aside.",)))
+    assert "missing       No input is saved: add it." in text
+    assert "note          EMA weights left aside." in text
+
+
+def test_what_is_printed_is_bounded_whatever_the_file_holds():
+    many = [f"{index:03d}" + "x" * 500 for index in range(400)]
+    arrays = tuple(factory.array(name) for name in many)
+    scalars, texts = tuple((name, name) for name in many), tuple(many)
+    text = terminal(factory.dump(arrays=arrays, bad_weights=arrays, scalars=scalars, notes=texts, missing=texts))
+    assert len(text) < 40_000
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.count("Rows 1 to 20 of 400.") == 1
+    assert "and 397 more" in " ".join(text.split())
+    assert "and 380 more" in text
+    assert "and 780 more" in text
+
+
+@pytest.fixture
+def saved(tmp_path):
+    path = tmp_path / "report.json"
+    save(factory.precision(), path)
+    return path
+
+
+def read(path):
+    """The report as another program reads it."""
+    return from_plain(Report, json.loads(path.read_bytes()))
+
+
+@pytest.mark.parametrize("make", factory.VERDICTS.values(), ids=factory.VERDICTS)
+def test_a_report_comes_back_as_it_was(make, tmp_path):
+    report = make()
+    save(report, tmp_path / "report.json")
+    assert read(tmp_path / "report.json") == report
+
+
+def test_a_failed_write_leaves_the_old_report(saved, monkeypatch):
+    def fail(self, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(NanDoctorError, match=r"cannot be written .* No space left"):
+        save(factory.healthy(), saved)
+    assert read(saved).verdict == "precision"
+    assert len(list(saved.parent.iterdir())) == 1
+
+
+def test_writing_into_a_missing_folder_says_so(tmp_path):
+    with pytest.raises(NanDoctorError, match="cannot be written") as caught:
+        save(factory.healthy(), tmp_path / "missing" / "report.json")
+    assert "existing, writable folder" in caught.value.remedy

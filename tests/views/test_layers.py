@@ -5,7 +5,6 @@ import pytest
 
 from nandoctor.evidence.formats import FP32
 from nandoctor.evidence.report import Runs
-from nandoctor.views.blocks import window
 from nandoctor.views.layers import select_layers
 
 
@@ -27,11 +26,6 @@ def block(residual, size=1.0):
         factory.row("block", "Block", factory.tensor((3.0 if residual else 2.0) * size), depth=1),
         factory.row("", "Net", factory.tensor((3.0 if residual else 2.0) * size), depth=0),
     )
-
-
-@pytest.mark.parametrize(("residual", "more"), [(False, []), (True, ["block"])])
-def test_a_container_is_shown_if_it_computes(residual, more):
-    assert labels(select_layers(factory.report(runs_of(*block(residual))))) == ["block.a", "block.b", *more]
 
 
 BLOCKS = (
@@ -58,10 +52,3 @@ def test_the_layer_is_marked_in_whose_output_it_shows_first(seen, label):
     assert len(layers.pairs) == 6
     place = layers.first_nonfinite
     assert (None if place is None else layers.pairs[place].label) == label
-
-
-@pytest.mark.parametrize(
-    ("center", "expected"), [(9, range(6, 12)), (0, range(6)), (19, range(14, 20)), (2, range(6)), (18, range(14, 20))]
-)
-def test_windows_stay_inside_and_full(center, expected):
-    assert window(center, 20, 6) == expected
