@@ -8,30 +8,20 @@ from nandoctor.evidence.report import Runs
 from nandoctor.views.layers import select_layers
 
 
-def runs_of(*rows, fp32=None):
-    return Runs(
-        autocast=factory.run(rows, dtype=factory.FP16), fp32=factory.run(fp32 if fp32 is not None else rows, dtype=FP32)
-    )
+def runs_of(*rows):
+    return Runs(autocast=factory.run(rows, dtype=factory.FP16), fp32=factory.run(rows, dtype=FP32))
 
 
-def labels(layers):
-    return [pair.label for pair in layers.pairs]
-
-
-def block(residual, size=1.0):
-    """A block of two layers that returns what the second made, or what it made of that itself."""
+def block(name, size):
+    """Two layers, and a block that returns what it made itself of what the second made."""
     return (
-        factory.row("block.a", "Linear", factory.tensor(size), depth=2),
-        factory.row("block.b", "Linear", factory.tensor(2.0 * size), depth=2),
-        factory.row("block", "Block", factory.tensor((3.0 if residual else 2.0) * size), depth=1),
-        factory.row("", "Net", factory.tensor((3.0 if residual else 2.0) * size), depth=0),
+        factory.row(f"{name}.a", "Linear", factory.tensor(size), depth=2),
+        factory.row(f"{name}.b", "Linear", factory.tensor(2.0 * size), depth=2),
+        factory.row(name, "Block", factory.tensor(3.0 * size), depth=1),
     )
 
 
-BLOCKS = (
-    *block(residual=True)[:3],
-    *(factory.put(row, module=row.place.module.replace("block", "next")) for row in block(True, size=10.0)[:3]),
-)
+BLOCKS = (*block("block", 1.0), *block("next", 10.0))
 INFINITE = factory.tensor(9.0, nonfinite=factory.counts(3, kind="+inf"))
 
 
