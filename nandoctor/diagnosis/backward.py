@@ -59,7 +59,7 @@ def _conclude_run(trace: Trace, reference: Trace, low: FloatFormat, excess_scale
             excess_scale=excess_scale,
             discarded_by=removal if selects else None,
         )
-        diagnosis, blamed = _diagnose(finding, trace, reference, is_absorbed=removal is not None)
+        diagnosis, blamed = _diagnose(finding, trace, is_absorbed=removal is not None)
         origin = diagnosis.origin  # several backward ops may meet what one forward op made
         found.setdefault((origin.place, origin.op, origin.nth, origin.source), (diagnosis, blamed))
     return Conclusion(
@@ -91,16 +91,14 @@ def _is_removed(op: OpCall, ops: Sequence[OpCall], of_forward: BackwardOps) -> b
     return True
 
 
-def _diagnose(
-    finding: GradientFinding, trace: Trace, reference: Trace, *, is_absorbed: bool
-) -> tuple[Diagnosis, Suspect | None]:
+def _diagnose(finding: GradientFinding, trace: Trace, *, is_absorbed: bool) -> tuple[Diagnosis, Suspect | None]:
     """Diagnose an op inside a custom backward, else an Inf that the forward hid, else the forward op itself."""
-    op, forward = finding.op, finding.forward
+    op = finding.op
     if op.op == GRADIENT_SUM:  # the forward op's derivative is not to blame
         return diagnose_op(finding, find_cause("backward", replace(finding, forward=None)), trace)
-    inside = _find_inside(op, trace, reference, finding.low) if forward is None else None
+    inside = _find_inside(finding, trace) if finding.forward is None else None
     if inside is not None:
-        kept = _find_kept(inside, trace, reference, finding.low)
+        kept = _find_kept(inside, finding)
         cause = find_cause("forward", kept or inside)
         if kept is not None and cause is not None:
             told = f"The backward of {op.op}, for which the forward kept that Inf, makes it NaN."
@@ -108,7 +106,7 @@ def _diagnose(
         origin = replace(origin_at(inside, trace), function=op.op)
         return Diagnosis(origin=origin, cause=cause), suspect(inside, cause)
     by_arithmetic = is_absorbed and finding.discarded_by is None
-    hidden, broken = _hidden_origin(forward, trace, reference, finding.low, with_own=by_arithmetic)
+    hidden, broken = _hidden_origin(finding, trace, with_own=by_arithmetic)
     if broken is not None:
         return broken, None
     if hidden is not None and (explained := _explain_hidden(finding, hidden)) is not None:
@@ -123,21 +121,20 @@ def _followed(cause: Cause, headline: str, explanation: str) -> Cause:
     return replace(cause, headline=told, explanation=f"{cause.explanation} {explanation}")
 
 
-def _find_inside(node: OpCall, trace: Trace, reference: Trace, low: FloatFormat) -> Finding | None:
-    """Return the op in a custom Function's backward that made the node's non-finite values, or None if it got them."""
-    ran = [op for op in trace.function_ops if op.place == node.place]
+def _find_inside(finding: GradientFinding, trace: Trace) -> Finding | None:
+    """Return the op in a custom Function's backward that made the non-finite values, or None if it got them."""
+    ran = [op for op in trace.function_ops if op.place == finding.op.place]
     symptoms = [op.order for op in ran if not op.outputs_finite]
     if not symptoms:
         return None
-    # The output of these runs is the gradients.
-    inner, inner_reference = (
-        replace(run, ops=run.function_ops, output=run.bad_gradients, loss=None) for run in (trace, reference)
-    )
-    found = trace_back(inner.ops, inner_reference, symptoms[-1:], low)
+    # The output of this run is the gradients.
+    reference = finding.reference
+    inner = replace(reference, ops=reference.function_ops, output=reference.bad_gradients, loss=None)
+    found = trace_back(trace.function_ops, inner, symptoms[-1:], finding.low)
     return next((source for source in (*found.sources, *found.written) if source.op.analysis is not None), None)
 
 
-def _find_kept(inside: Finding, trace: Trace, reference: Trace, low: FloatFormat) -> Finding | None:
+def _find_kept(inside: Finding, finding: GradientFinding) -> Finding | None:
     """Return the forward op that overflowed to the Infs that a custom backward makes NaN from, or None.
 
     It is recognised by as many Infs at the same places.
@@ -146,9 +143,10 @@ def _find_kept(inside: Finding, trace: Trace, reference: Trace, low: FloatFormat
         return None
     taken = [tensor.stats for tensor in inside.op.nonfinite_inputs if tensor.stats is not None]
     kept = {_places(stats.numel, stats.counts) for stats in taken if stats.counts is not None}
-    overflows = (op for op in trace.ops if op.analysis is not None and op.analysis.exact is not None)
-    found = (it for it in find_at(overflows, trace.ops, reference, low) if it.reference_is_finite)
-    return next((it for it in found if _places(it.analysis.numel, it.analysis.counts) in kept), None)
+    overflows = (op for op in finding.ops if op.analysis is not None and op.analysis.exact is not None)
+    found = find_at(overflows, finding.ops, finding.reference, finding.low)
+    finite = (it for it in found if it.reference_is_finite)
+    return next((it for it in finite if _places(it.analysis.numel, it.analysis.counts) in kept), None)
 
 
 def _places(numel: int, counts: NonfiniteCounts) -> object:
@@ -160,25 +158,26 @@ UNSCALED = "Gradients are those of the unscaled loss: pass --loss-scale if GradS
 
 
 def _hidden_origin(
-    forward: OpCall | None, trace: Trace, reference: Trace, low: FloatFormat, *, with_own: bool
+    finding: GradientFinding, trace: Trace, *, with_own: bool
 ) -> tuple[Finding | None, Diagnosis | None]:
     """Return the op that made the forward op's infinite input, or the forward op if a later op hides what it made.
 
     A forward op that is singular at finite inputs is left to the causes of the backward pass, unless `with_own`: its
     Inf became an ordinary number by arithmetic. If a broken weight is behind it, its diagnosis is returned too.
     """
+    forward = finding.forward
     if forward is None:
         return None, None
     met = [*forward.outputs, *(tensor.stats for tensor in forward.inputs)]
     if all(stats is None or stats.finite for stats in met):
         return None, None
-    found = trace_back(trace.ops, reference, [forward.order], low)
+    found = trace_back(trace.ops, finding.reference, [forward.order], finding.low)
     findings = [source for source in (*found.sources, *found.written) if source.op.analysis]
-    overflowed = [finding for finding in findings if finding.overflowed or finding.op.op in _ALWAYS_OVERFLOW]
-    own = [finding for finding in findings if with_own or finding.op != forward or finding.had_inf_input]
+    overflowed = [it for it in findings if it.overflowed or it.op.op in _ALWAYS_OVERFLOW]
+    own = [it for it in findings if with_own or it.op != forward or it.had_inf_input]
     computed = [it for it in own if not (writes_infinity(it.op) or is_log_of_mask(it.op, trace.ops))]
     # Ops that only turned infinities into NaN come last.
-    hidden = next(iter((*overflowed, *sorted(computed, key=lambda finding: finding.had_inf_input))), None)
+    hidden = next(iter((*overflowed, *sorted(computed, key=lambda it: it.had_inf_input))), None)
     broken = [*broken_weights(found, trace), *(absurd_weights(hidden, trace) if hidden is not None else ())]
     return hidden, next(iter(broken), None)
 
