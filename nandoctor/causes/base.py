@@ -222,11 +222,11 @@ def find_zeros_behind(tensor: OpTensor, ops: Sequence[OpCall]) -> OpTensor | Non
 
     It is followed along ops that give nothing but zeros.
     """
-    zeros = (taken for taken in walk_back([tensor], ops, lambda taken: only_value(taken.stats) == 0) if taken.path)
+    zeros = (taken for taken in _walk_back([tensor], ops, lambda taken: only_value(taken.stats) == 0) if taken.path)
     return min(zeros, key=lambda taken: taken.origin != "weight", default=None)
 
 
-def walk_back(
+def _walk_back(
     tensors: Iterable[OpTensor], ops: Sequence[OpCall], follows: Callable[[OpTensor], bool]
 ) -> Iterator[OpTensor]:
     """Yield those tensors that are followed, then those that the ops that made them took, and so on."""
@@ -246,7 +246,7 @@ def list_behind(sites: Set[OpSite], ops: Sequence[OpCall]) -> frozenset[str]:
     Whole numbers and flags are not followed: a mask does not change when what it was compared from moves a little.
     """
     taken = (tensor for op in ops if site_of(op) in sites for tensor in op.inputs)
-    behind = walk_back(taken, ops, lambda tensor: tensor.stats is not None)
+    behind = _walk_back(taken, ops, lambda tensor: tensor.stats is not None)
     return frozenset(tensor.path for tensor in behind if tensor.path)
 
 

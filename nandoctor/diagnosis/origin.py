@@ -17,7 +17,6 @@ from nandoctor.causes.base import (
     is_log_of_mask,
     reached_ops,
     singular_edge,
-    walk_back,
     writes_infinity,
 )
 from nandoctor.causes.mask_constant_overflow import constant_in_fp32
@@ -258,10 +257,13 @@ def _absorbs_at(op: OpCall, value: float) -> bool:
 
 def _slice(ops: tuple[OpCall, ...], symptoms: Sequence[int]) -> list[OpCall]:
     """Return the ops that passed non-finite values on to `symptoms`, and these, in the order of execution."""
-    taken = (tensor for order in symptoms for tensor in ops[order].inputs)
-    passed = walk_back(taken, ops, lambda tensor: tensor.stats is not None and not tensor.stats.finite)
-    makers = {tensor.producer for tensor in passed if tensor.producer is not None}
-    return [ops[order] for order in sorted(makers.union(symptoms))]
+    seen, waiting = set(), [*symptoms]
+    while waiting:
+        order = waiting.pop()
+        if order not in seen:
+            seen.add(order)
+            waiting += [tensor.producer for tensor in ops[order].nonfinite_inputs if tensor.producer is not None]
+    return [ops[order] for order in sorted(seen)]
 
 
 def _is_created(source: Finding) -> bool:
