@@ -34,7 +34,7 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_504, "tests": 30_024, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_505, "tests": 30_024, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_923,
@@ -43,7 +43,7 @@ MAX_LINES_OF_ROOMS = {
     "causes": 2_668,
     "changes": 3_109,
     "cli": 793,
-    "diagnosis": 1_935,
+    "diagnosis": 1_936,
     "dumps": 3_148,
     "engine": 3_118,
     "evidence": 1_708,
