@@ -249,11 +249,8 @@ def _mark(made: Any, arguments: tuple[Any, ...]) -> None:
 
 
 def _is_from_device(arguments: tuple[Any, ...]) -> bool:
-    for argument in arguments:
-        for item in argument if isinstance(argument, (list, tuple)) else (argument,):
-            if isinstance(item, torch.device) or (isinstance(item, Tensor) and not _is_marked(item)):
-                return True
-    return False
+    items = (item for it in arguments for item in (it if isinstance(it, (list, tuple)) else (it,)))
+    return any(isinstance(it, torch.device) or (isinstance(it, Tensor) and not _is_marked(it)) for it in items)
 
 
 def _is_marked(tensor: Tensor) -> bool:

@@ -284,12 +284,18 @@ class _RecordedRun:
 
     def _execute(self) -> None:
         """Run forward and loss under the open policy, and backward outside of autocast, as a training step does."""
-        watch = self._watch
+        model, mode, watch = self._step.model, self._step.mode, self._watch
         try:
-            with user_code.kept_running(), kept_in_files(self._grad and is_large(self._step.model)):
+            with user_code.kept_running(), kept_in_files(self._grad and is_large(model)):
                 self._run_forward()
-            if watch.backward and (loss := self.loss) is not None and watch.worth_backward(self.output, loss):
-                self._run_backward(loss)
+            if watch.backward and self.loss is not None and watch.worth_backward(self.output, self.loss):
+                # As torch does where a region ends. Up to 2.9, a reentrant checkpoint would compute again with weights
+                # that were cast without a graph, and give them no gradients.
+                torch.clear_autocast_cache()
+                with user_code.kept_running(), torch.autocast(mode.device.type, enabled=False):
+                    self._bad_gradients, self.gradients = run_backward(
+                        model, self.loss, loss_scale=mode.loss_factor, keep=watch.keep, ends_early=watch.ends_early
+                    )
         except UnsupportedTorchError:  # of nandoctor's own, though raised inside the user's code
             raise
         except Exception as error:
@@ -314,13 +320,3 @@ class _RecordedRun:
                     ops.phase = "loss"
                 with interventions.loss_in_fp32(self._edits, device) as widen:
                     self.loss = user_code.compute_loss(step.loss, widen(self.output), call.batch, device=device)
-
-    def _run_backward(self, loss: torch.Tensor) -> None:
-        model, mode, watch = self._step.model, self._step.mode, self._watch
-        # As torch does where a region ends. Up to 2.9, a reentrant checkpoint would compute again with weights that
-        # were cast without a graph, and give them no gradients.
-        torch.clear_autocast_cache()
-        with user_code.kept_running(), torch.autocast(mode.device.type, enabled=False):
-            self._bad_gradients, self.gradients = run_backward(
-                model, loss, loss_scale=mode.loss_factor, keep=watch.keep, ends_early=watch.ends_early
-            )
