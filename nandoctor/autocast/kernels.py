@@ -17,7 +17,7 @@ from nandoctor.autocast import op_lists
 from nandoctor.autocast.literals import FP32_FOR_HALF, is_on_host
 from nandoctor.file_memory import move_to_file
 from nandoctor.process_wide import PerThread, Shared, held
-from nandoctor.torch_compat import TORCH, answers_itself, is_view, registered, schema_of, version_of
+from nandoctor.torch_compat import TORCH, answers_itself, is_view, registered, version_of
 
 if TYPE_CHECKING:
     from nandoctor.torch_compat import OpOverload
@@ -174,26 +174,8 @@ def _emulate(call: _Call, dtype: torch.dtype, lower: Callable[[Tensor], Tensor])
 
 
 def _run_in_fp32(call: _Call) -> Any:
+    """Run on operands in fp32. Where CUDA asks an op for a `dtype` of fp32 instead, it computes the same from these."""
     return call.cast(Tensor.float).run()
-
-
-def _run_with_fp32_result(call: _Call) -> Any:
-    # softmax takes its dtype by position, sum by keyword.
-    position = [argument.name for argument in schema_of(call.op).arguments].index("dtype")
-    is_given = len(call.args) > position or call.kwargs.get("dtype") is not None
-    if is_given or not call.is_eligible(call.args[0]):
-        return call.run()
-    return call.op(*call.args, **{**call.kwargs, "dtype": torch.float32})
-
-
-def _run_norm(call: _Call) -> Any:
-    overload = str(call.op).removeprefix("aten.")
-    with_dtype = _find_op("norm.ScalarOpt_dtype" if overload == "norm.Scalar" else f"{overload}_dtype")
-    assert with_dtype is not None
-    # The other overload has no defaults for the arguments that the dispatcher left out.
-    defaults = [argument.default_value for argument in schema_of(call.op).arguments[len(call.args) :]]
-    tensor = call.args[0]
-    return with_dtype(*call.args, *defaults, dtype=torch.float32 if call.is_eligible(tensor) else tensor.dtype)
 
 
 def _run_in_widest(call: _Call) -> Any:
@@ -268,8 +250,8 @@ _RUNS_OF_LISTS: dict[str, Run] = {
     "cudnn_rnn": _run_cudnn_rnn,
     "fp32": _run_in_fp32,
     "fp32_by_hand": _run_in_fp32,
-    "fp32_set_opt_dtype": _run_with_fp32_result,
-    "fp32_append_dtype": _run_norm,
+    "fp32_set_opt_dtype": _run_in_fp32,
+    "fp32_append_dtype": _run_in_fp32,
     "promote": _run_in_widest,
     "promoted_and_rounded_once": _run_in_widest_rounded_once,  # overrides some of promote
     "banned": _refuse,
