@@ -55,12 +55,12 @@ class EndedEarly(BaseException):
 
 
 def run_backward(
-    model: nn.Module, loss: torch.Tensor, *, loss_scale: float, keep: bool, ends_early: bool = False
+    model: nn.Module, loss: torch.Tensor, *, loss_scale: float, keep: bool, ends_early: bool, large: bool
 ) -> tuple[tuple[TensorStats, ...], Mapping[str, torch.Tensor] | None]:
     """Run the backward pass; return the statistics of non-finite parameter gradients, and all gradients if `keep`.
 
     With `ends_early` it ends at the first of those. Kept gradients are of loss x `loss_scale`, as dividing all of them
-    takes a third of a backward pass; those of a large model, which lie in files, are at scale 1. `restored` puts back
+    takes a third of a backward pass; those of a `large` model, which lie in files, are at scale 1. `restored` puts back
     what the model had. Raises LossError if the loss has no gradient.
     """
     readings: dict[str, Reading] = {}
@@ -92,7 +92,7 @@ def run_backward(
         parameter.grad = None
     with ExitStack() as stack:
         named = {name: item for name, item in model.named_parameters() if item.requires_grad and item.is_leaf}
-        for name, parameter in named.items() if ends_early or is_large(model) else ():
+        for name, parameter in named.items() if ends_early or large else ():
             hook = parameter.register_post_accumulate_grad_hook(partial(take, name))  # type: ignore[no-untyped-call]
             stack.callback(hook.remove)
         with suppress(EndedEarly):

@@ -183,15 +183,16 @@ def _run(step: FailingStep, watch: Watch) -> Outcome:
 
 def _record(step: FailingStep, watch: Watch, *, grad: bool) -> tuple[Outcome, Exception | None]:
     """Run once, with `grad` in an autograd graph; return the outcome and the exception that ended it, or None."""
-    with nullcontext() if is_large(step.model) else collection_paused:  # a collection walks all of torch
-        outcome, error = _record_once(step, watch, grad)
+    large = is_large(step.model)  # by its own weights, which the run may widen
+    with nullcontext() if large else collection_paused:  # a collection walks all of torch
+        outcome, error = _record_once(step, watch, grad, large)
     if error is None or not is_unobserved(error):
         return outcome, error
     with classes_observed:
-        return _record_once(step, watch, grad)
+        return _record_once(step, watch, grad, large)
 
 
-def _record_once(step: FailingStep, watch: Watch, grad: bool) -> tuple[Outcome, Exception | None]:
+def _record_once(step: FailingStep, watch: Watch, grad: bool, large: bool) -> tuple[Outcome, Exception | None]:
     mode, call = step.mode, interventions.select_samples(flatten(step.changes), step.call)
     batch = changed_batch(step.changes, call.batch)
     call = replace(call, batch={name: copied_input(tensor, mode.policy.wider) for name, tensor in batch.items()})
@@ -201,8 +202,8 @@ def _record_once(step: FailingStep, watch: Watch, grad: bool) -> tuple[Outcome, 
             printed_changes(step.changes, step.model, step.loss),
             seeded(step.randomness, mode.device) as draws,
         ):
-            widen_tensors(state, mode.policy.wider, in_files=is_large(step.model))
-            recording = _RecordedRun(replace(step, call=call), watch, grad=grad)
+            widen_tensors(state, mode.policy.wider, in_files=large)
+            recording = _RecordedRun(replace(step, call=call), watch, grad=grad, large=large)
             recording.make(is_unwritten)
             random = draws()
         calls = with_nonfinite_state(recording.modules.calls(), recording.modules, step.model)
@@ -214,7 +215,7 @@ def _record_once(step: FailingStep, watch: Watch, grad: bool) -> tuple[Outcome, 
         random=random,
         loss=recording.loss,
         gradients=recording.gradients,
-        gradient_scale=1.0 if is_large(step.model) else mode.loss_factor,  # as `run_backward` keeps them
+        gradient_scale=1.0 if large else mode.loss_factor,  # as `run_backward` keeps them
         kept=kept,
         out_of_memory=is_out_of_memory(error),
         refused=error is not None and user_code.is_refusal(error),
@@ -224,9 +225,9 @@ def _record_once(step: FailingStep, watch: Watch, grad: bool) -> tuple[Outcome, 
 class _RecordedRun:
     """One run with its tracers (of ops and the backward pass, if watched) and its results."""
 
-    def __init__(self, step: FailingStep, watch: Watch, *, grad: bool) -> None:
+    def __init__(self, step: FailingStep, watch: Watch, *, grad: bool, large: bool) -> None:
         known = [*known_tensors(step.model, step.call.batch)] if watch.ops else []
-        self._step, self._watch, self._grad = step, watch, grad
+        self._step, self._watch, self._grad, self._large = step, watch, grad, large
         self._edits = flatten(step.changes)
         self._backward = GradientTracer(known) if watch.ops and watch.backward else None
         self._ops = OpTracer(known=known, gradients=self._backward, on_op=watch.on_op) if watch.ops else None
@@ -286,15 +287,16 @@ class _RecordedRun:
         """Run forward and loss under the open policy, and backward outside of autocast, as a training step does."""
         model, mode, watch = self._step.model, self._step.mode, self._watch
         try:
-            with user_code.kept_running(), kept_in_files(self._grad and is_large(model)):
+            with user_code.kept_running(), kept_in_files(self._grad and self._large):
                 self._run_forward()
             if watch.backward and self.loss is not None and watch.worth_backward(self.output, self.loss):
                 # As torch does where a region ends. Up to 2.9, a reentrant checkpoint would compute again with weights
                 # that were cast without a graph, and give them no gradients.
                 torch.clear_autocast_cache()
                 with user_code.kept_running(), torch.autocast(mode.device.type, enabled=False):
+                    scale, keep, ends_early = mode.loss_factor, watch.keep, watch.ends_early
                     self._bad_gradients, self.gradients = run_backward(
-                        model, self.loss, loss_scale=mode.loss_factor, keep=watch.keep, ends_early=watch.ends_early
+                        model, self.loss, loss_scale=scale, keep=keep, ends_early=ends_early, large=self._large
                     )
         except UnsupportedTorchError:  # of nandoctor's own, though raised inside the user's code
             raise

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nandoctor.autocast.policy import EXACT, REFERENCE, Policy, apply_policy
+from nandoctor.engine import module_state
 from nandoctor.engine.module_state import draw_in_fp32, list_nonfinite_state
 from nandoctor.engine.progress import Listener
 from nandoctor.engine.runner import Watch
@@ -76,6 +78,16 @@ def test_weights_of_a_reentrant_checkpoint_have_gradients():
     step = make_step(model, IMAGE, loss=lambda output, _: output.float().sum())
     made = step.run(Policy(name="native", format=BF16), Watch(backward=True, keep=True)).gradients
     assert made.keys() == dict(model.named_parameters()).keys()
+
+
+@pytest.mark.parametrize("limit", [10, 60, 1 << 28])
+def test_kept_gradients_have_the_scale_that_is_told(limit, monkeypatch):
+    """Also those of weights that only fp32 makes large."""
+    monkeypatch.setattr(module_state, "LARGE_NBYTES", limit)
+    step = make_step(nn.Linear(4, 4).half(), IMAGE.half(), loss=lambda output, _: output.float().sum())
+    scaled = replace(step, mode=replace(step.mode, loss_scale=8.0))
+    made = scaled.run(REFERENCE, Watch(backward=True, keep=True))
+    assert made.gradients["bias"].tolist() == [2 * made.gradient_scale] * 4
 
 
 def test_a_forward_that_raises_on_finite_values_is_miscalled():
