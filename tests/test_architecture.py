@@ -34,18 +34,18 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_505, "tests": 30_024, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_482, "tests": 30_036, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_923,
-    "autocast": 822,
+    "autocast": 801,
     "capture": 2_570,
     "causes": 2_668,
     "changes": 3_109,
     "cli": 793,
     "diagnosis": 1_936,
     "dumps": 3_148,
-    "engine": 3_118,
+    "engine": 3_116,
     "evidence": 1_708,
     "fixes": 3_877,
     "fleet": 703,
