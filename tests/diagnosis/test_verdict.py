@@ -1,15 +1,15 @@
-"""The verdict and the sentence that says it, on traces made by hand."""
+"""The verdict, the sentence that says it, and what was not looked at, on traces made by hand."""
 
 from dataclasses import replace
 
 import pytest
-from made_traces import NAN, call, reference, stats, trace
+from made_traces import INF, NAN, call, reference, stats, trace
 
 from nandoctor.diagnosis.conclusion import Conclusion
 from nandoctor.diagnosis.origin import find_nonfinite_places
-from nandoctor.diagnosis.verdict import advise, write_headline
-from nandoctor.evidence.dump_summary import DumpSummary
-from nandoctor.evidence.report import Cause, Diagnosis, NonfiniteElements, Origin
+from nandoctor.diagnosis.verdict import advise, find_gaps, judge_unfailing, write_headline
+from nandoctor.evidence.dump_summary import DumpSummary, SavedFlags
+from nandoctor.evidence.report import Cause, Diagnosis, NonfiniteElements, Origin, Reproduction
 from nandoctor.evidence.trace import Place
 
 NONFINITE = stats(NAN, 1.0, path="logit")
@@ -120,3 +120,49 @@ def test_what_to_do_next(verdict, has_loss, words):
     steps = advise(verdict, SUMMARY, has_loss=has_loss)
     assert len(steps) == len(words)
     assert all(word in step for word, step in zip(words, steps, strict=True))
+
+
+AGREES = Reproduction(grade="exact")
+DIFFERS = Reproduction(grade="no-reference")
+WHOLE = trace(call("", 0, 1), output=(stats(1.0),))
+OWN_LOSS = trace(call("", 0, 1), output=(stats(1.0, path="loss"),))
+SECRET = trace(call("", 0, 1), output=(), unread=("rows (a generator)",))
+
+
+@pytest.mark.parametrize(
+    ("run", "flags", "reproduction", "has_loss", "said"),
+    [
+        (WHOLE, SavedFlags(), AGREES, False, []),
+        (WHOLE, SavedFlags(loss=NAN), AGREES, True, []),
+        (OWN_LOSS, SavedFlags(loss=NAN), AGREES, False, []),
+        (WHOLE, SavedFlags(gradients=True), AGREES, True, []),
+        (WHOLE, SavedFlags(loss=NAN), AGREES, False, ["The step's loss was NaN. The model's output is finite, so"]),
+        (WHOLE, SavedFlags(loss=-INF), DIFFERS, False, ["The step's loss was -Inf, and the loss is not in the file"]),
+        (WHOLE, SavedFlags(gradients=True), AGREES, False, ["gradients were non-finite"]),
+        (WHOLE, SavedFlags(gradients=True, num_ranks=2), AGREES, True, ["summed over 2 ranks"]),
+        (WHOLE, SavedFlags(here=False, rank=1, num_ranks=4), AGREES, True, ["rank 1 (of 4, counted from 0)"]),
+        (SECRET, SavedFlags(), AGREES, True, ["cannot be inspected: rows (a generator)"]),
+        (SECRET, SavedFlags(loss=NAN), AGREES, False, ["rows (a generator)", "loss was NaN"]),
+    ],
+)
+def test_the_gaps_of_a_step(run, flags, reproduction, has_loss, said):
+    gaps = tuple(find_gaps(run, flags, reproduction, has_loss=has_loss))
+    assert len(gaps) == len(said)
+    assert all(text in gap.text and gap.remedy for text, gap in zip(said, gaps, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("verdict", "run", "flags", "has_loss", "expected"),
+    [
+        ("healthy", WHOLE, SavedFlags(), False, "healthy"),
+        ("healthy", WHOLE, SavedFlags(loss=NAN), False, "cannot-tell"),
+        ("healthy", WHOLE, SavedFlags(loss=NAN), True, "not-reproduced"),
+        ("healthy", WHOLE, SavedFlags(gradients=True), True, "not-reproduced"),
+        ("healthy", WHOLE, SavedFlags(here=False), True, "cannot-tell"),
+        ("not-reproduced", WHOLE, SavedFlags(loss=NAN), False, "not-reproduced"),
+        ("numerics", SECRET, SavedFlags(loss=NAN), False, "numerics"),
+    ],
+)
+def test_nothing_found_is_healthy_only_if_all_was_seen(verdict, run, flags, has_loss, expected):
+    gaps = tuple(find_gaps(run, flags, AGREES, has_loss=has_loss))
+    assert judge_unfailing(verdict, gaps, flags) == expected

@@ -70,19 +70,6 @@ def test_any_encoding_can_take_the_report(encoding):
 HOSTILE = "<script>x</script> @someone #12 |a|b| `c` [d](e) *f*\x1b\nnew\u202e"
 
 
-@pytest.mark.parametrize("make", factory.VERDICTS.values(), ids=factory.VERDICTS)
-def test_every_verdict(make):
-    report = make()
-    text = markdown(report)
-    assert text.startswith("### ")
-    assert f"\n| {report.verdict} | " in text
-    assert text.count("<details>") == text.count("</details>") >= 2
-    tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
-    assert tables
-    for table in tables:
-        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}) == 1
-
-
 def test_a_patch_cannot_leave_its_fence():
     made = factory.fixable()
     patch = replace(made.fixes[0], kind="snippet", patch="x\n```\n# out\n````")
