@@ -29,10 +29,6 @@ def paths(tensors):
     return [stats.path for stats in tensors]
 
 
-def num_hooks(model):
-    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
-
-
 def test_inputs_are_positions_and_keywords():
     model = Returns(lambda x, **rest: x)
     (call,) = trace(model, ONE, mask=ONE.bool(), bias={"rel": ONE}, scale=2.0)
