@@ -38,5 +38,5 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
 
 
 keep_nonfinite = Shared(
-    lambda: registered(("aten::scaled_dot_product_attention", key, _attend) for key in _ATTENTION_KEYS)
+    lambda: registered([("aten::scaled_dot_product_attention", key, _attend) for key in _ATTENTION_KEYS])
 )
