@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
 from functools import cached_property
 from itertools import chain, takewhile
@@ -14,27 +15,58 @@ from nandoctor.evidence.trace import OpCall
 
 _LOOPS = (ast.For, ast.AsyncFor, ast.While, *COMPREHENSIONS)
 _RUN_LATER = (ast.Lambda, *FUNCTIONS)
+_SEVERAL = (ast.Tuple, ast.List, ast.Starred)
 _SAME_MEMORY = ("data", "T", "mT")
-Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
 class Definitions:
-    """The bindings of names in one function's body, and their places; parameters are not included."""
+    """The bindings of names in the function around a node, and their places; parameters are not included.
 
-    def __init__(self, editor: Editor, function: Function) -> None:
+    Raises CannotWriteError for a node outside of functions.
+    """
+
+    def __init__(self, editor: Editor, node: ast.AST) -> None:
+        function = editor.tree.scope_of(node)
+        if isinstance(function, ast.Module):
+            raise CannotWriteError
         self._editor, self._tree, self._function = editor, editor.tree, function
         self.passed: dict[ast.Assign, None] = {}
         """The assignments of the names that were resolved."""
 
+    def has(self, node: ast.AST, editor: Editor) -> bool:
+        """Return True if a node of an editor's file is in the function itself."""
+        return editor is self._editor and self._tree.scope_of(node) is self._function
+
+    def calls(self, ops: Sequence[OpCall]) -> Iterator[tuple[ast.AST, OpCall]]:
+        """Yield the function's expressions that called ops, each with its last op: autocast's casts come before it."""
+        first, last = self._function.lineno, self._function.end_lineno or self._function.lineno
+        own = (op for op in ops if op.forward is None)  # those of a derivative are at the line of its function
+        places = {op.source: op for op in own if op.source is not None and first <= op.source.line <= last}
+        for source, op in places.items():
+            node = self._editor.find(source)
+            if node is not None and self.has(node, self._editor):
+                yield node, op
+
     @cached_property
     def _bound(self) -> dict[str, list[tuple[int, ast.AST]]]:
-        """By name, each binding's end and the node that makes it, in the order of the text."""
-        found: dict[str, list[tuple[int, ast.AST]]] = {}
+        """By name, the end of each node that binds it, and the node, in the order of the text."""
+        found = defaultdict[str, list[tuple[int, ast.AST]]](list)
         body = self._function.body
         for node in chain.from_iterable(map(ast.walk, body if isinstance(body, list) else [body])):
-            for name, place in _names_bound(node):
-                found.setdefault(name, []).append((self._tree.span(place)[1], node))
+            for name, made_by in self._names_bound(node):
+                end = self._tree.span(made_by if hasattr(made_by, "lineno") else node)[1]  # a `with` item has none
+                found[name].append((end, made_by))
         return {name: sorted(places, key=lambda place: place[0]) for name, places in found.items()}
+
+    def _names_bound(self, node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+        """Yield the names that a node binds, deletes or writes into, and by what: `x = 1`, `x[0] = 1`, `x.add_(1)`."""
+        if isinstance(getattr(node, "ctx", None), ast.Store | ast.Del):
+            around = (item for item in self._tree.ancestors(node) if not isinstance(item, _SEVERAL))
+            yield _base_name(node), next(around, node)
+        elif isinstance(node, ast.alias | ast.ExceptHandler | ast.arg):
+            yield str(getattr(node, "arg", "") or getattr(node, "asname", "") or getattr(node, "name", "")), node
+        elif isinstance(node, ast.Call):
+            yield from ((_base_name(item), node) for item in _written_by(node))
 
     def value_of(self, name: ast.Name) -> ast.expr | None:
         """Return the expression that a name stands for where it is read, None if that depends on the path taken."""
@@ -120,41 +152,9 @@ class Definitions:
         return isinstance(parent, ast.Assign) and node is not parent.value
 
 
-def calls_in(change: Editor, function: Function, ops: Sequence[OpCall]) -> Iterator[tuple[ast.AST, OpCall]]:
-    """Yield the expressions of a function that called ops, each with its last op: autocast's casts come before it."""
-    tree = change.tree
-    first, last = function.lineno, function.end_lineno or function.lineno
-    own = (op for op in ops if op.forward is None)  # those of a derivative are at the line of its function
-    places = {op.source: op for op in own if op.source is not None and first <= op.source.line <= last}
-    for source, op in places.items():
-        node = change.find(source)
-        if node is not None and tree.scope_of(node) is function:
-            yield node, op
-
-
 def _name_of(node: ast.Assign) -> str:
     target = node.targets[0]
     return target.id if isinstance(target, ast.Name) else ""
-
-
-def _names_bound(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
-    """Yield the names that a node binds, deletes or writes into, and its place: `x`, `x[0]`, `x.add_(1)`."""
-    place, targets = node, list[ast.AST]()
-    if isinstance(node, ast.Assign | ast.Delete):
-        targets = [*node.targets]
-    elif isinstance(node, ast.AnnAssign | ast.AugAssign | ast.For | ast.AsyncFor | ast.NamedExpr):
-        targets = [node.target]
-    elif isinstance(node, ast.comprehension):
-        place, targets = node.target, [node.target]
-    elif isinstance(node, ast.withitem) and node.optional_vars is not None:
-        place, targets = node.optional_vars, [node.optional_vars]
-    elif isinstance(node, ast.alias | ast.ExceptHandler | ast.arg):
-        yield str(getattr(node, "arg", "") or getattr(node, "asname", "") or getattr(node, "name", "")), place
-    elif isinstance(node, ast.Call):
-        targets = [*_written_by(node)]
-    for target in targets:
-        several = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
-        yield from ((_base_name(item), place) for item in several)
 
 
 def _written_by(call: ast.Call) -> Iterator[ast.AST]:

@@ -6,10 +6,11 @@ import ast
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain, count
 from pathlib import Path
 from types import MappingProxyType
 
-from nandoctor.changes.source_tree import CannotWriteError, SourceTree
+from nandoctor.changes.source_tree import CannotWriteError, SourceTree, names_in
 from nandoctor.changes.text_lines import ATOMS, as_part, grouped, is_closed, on_one_line, parse_expression, reindent
 from nandoctor.evidence.trace import SourceLine
 
@@ -114,7 +115,8 @@ class Editor:
 
     def new_name(self, wanted: str, node: ast.AST) -> str:
         """Return a name that neither the function around a node nor another change of the file uses."""
-        name = self.tree.free_name(wanted, node, self._new_names)
+        taken = names_in(self.tree.function_of(node) or self.tree.module) | self._new_names
+        name = next(name for name in chain([wanted], (f"{wanted}_{n}" for n in count(2))) if name not in taken)
         self._new_names.add(name)
         return name
 

@@ -56,11 +56,10 @@ class MaskFirst(SingleEdit):
     def write(self, source: SourceWriter) -> None:
         """Write the argument under the later mask."""
         expression, later = source.open(self.site), source.open(self.mask)
-        editor, function = expression.editor, expression.tree.scope_of(expression.node)
-        is_near = later.editor is editor and later.tree.scope_of(later.node) is function
-        if not is_near or isinstance(function, ast.Module):
+        editor, argument = expression.editor, expression.argument_node(self.argument)
+        definitions = Definitions(editor, expression.node)
+        if not definitions.has(later.node, later.editor):
             raise CannotWriteError
-        definitions, argument = Definitions(editor, function), expression.argument_node(self.argument)
         if self.mask.op in TRIANGLES:
             if any(key in ("input", "self") for key, _ in later.arguments):
                 raise CannotWriteError

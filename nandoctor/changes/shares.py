@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from nandoctor.changes.definitions import Definitions
 from nandoctor.changes.expression import Expression
@@ -28,12 +27,12 @@ def subtract_largest(expression: Expression, ops: Sequence[OpCall]) -> None:
     """
     site = expression.op.source if expression.op is not None else None
     powers = [op for op in ops if op.op == expression.op_name and op.source == site]
-    degrees = [_degrees(op, ops) for op in powers]
-    if not degrees or None in degrees:
+    followed = [_follow(op, ops) for op in powers]
+    if not followed:
         raise CannotWriteError
-    orders = {order for known in degrees for order in known or ()}
+    orders = {order for degrees, _ in followed for order in degrees}
     has_eps = any(op.order in orders and op.op == "add" and dict(op.scalars).get("other") for op in ops)
-    sums = [made for op, known in zip(powers, degrees, strict=True) for made in _sums_of(op, ops, known or ())]
+    sums = [made for _, sums_of_op in followed for made in sums_of_op]
     dims = {_dims_of(op) for op in sums}
     along = f"{dims.pop()}, keepdim=True" if len(dims) == 1 and "" not in dims else ""
     exponent = expression.argument_node("self")
@@ -50,10 +49,10 @@ def subtract_largest(expression: Expression, ops: Sequence[OpCall]) -> None:
 def _largest_of_groups(expression: Expression, scatter: OpCall, logits: str) -> str:
     """Return the text of the largest exponent of each group of a `scatter`, for each of its members."""
     editor, place = expression.editor, expression.node
-    node, function = editor.find(scatter.source) if scatter.source else None, editor.tree.scope_of(place)
-    if node is None or isinstance(function, ast.Module) or editor.tree.scope_of(node) is not function:
+    node, definitions = editor.find(scatter.source) if scatter.source else None, Definitions(editor, place)
+    if node is None or not definitions.has(node, editor):
         raise CannotWriteError
-    added, definitions = Expression(editor, node, scatter), Definitions(editor, function)
+    added = Expression(editor, node, scatter)
     start, dim, index = (definitions.text_at(added.argument_node(name), place) for name in ("self", "dim", "index"))
     start = f"{grouped(start)}.to({logits}.dtype)" if _differ_in_format(expression.op, scatter) else grouped(start)
     is_flat = len(scatter.outputs[0].shape) == 1  # then both do the same, and torch calls index_reduce a beta
@@ -69,29 +68,39 @@ def _differ_in_format(power: OpCall | None, scatter: OpCall) -> bool:
     return taken is not None and start is not None and taken.dtype is not start.dtype
 
 
-def _degrees(power: OpCall, ops: Sequence[OpCall]) -> Mapping[int | None, int] | None:
-    """Return how often what is made of an op's powers has their common factor; None if some of it has it in the end.
+def _follow(power: OpCall, ops: Sequence[OpCall]) -> tuple[Mapping[int | None, int], list[OpCall]]:
+    """Return how often what is made of an op's powers has their common factor, and the sums of the powers.
 
-    What does not have it is left out.
+    What does not have it is left out. Before a sum, powers are at most multiplied.
+
+    Raises:
+        CannotWriteError: what is mixed with something else, or is there in the end, has the factor.
     """
     degrees: dict[int | None, int] = {power.order: 1}
-    left, plain, sums = {power.order}, {power.order}, set[int | None]()
+    left, plain, scaled, behind_sums = {power.order}, {power.order}, {power.order}, set[int | None]()
+    sums = list[OpCall]()
     for op in (op for op in ops if op.phase != "backward"):
         taken = [tensor for tensor in op.inputs if tensor.producer in degrees]
         producers = {tensor.producer for tensor in taken}
         known = {tensor.name: degrees[tensor.producer] for tensor in taken}
-        degree = _degree_of(op, known, is_sum=producers <= sums) if taken else 0
-        if degree is None:
-            return None
+        degree = _degree_of(op, known, is_sum=producers <= behind_sums) if taken else 0
         if producers <= plain and _keeps_size(op):
             plain.add(op.order)
-        if (producers <= plain and op.op == "sum") or (producers <= sums and op.op in MOVES | CASTS | {"add"}):
-            sums.add(op.order)
+        if (producers <= plain and op.op == "sum") or (producers <= behind_sums and op.op in MOVES | CASTS | {"add"}):
+            behind_sums.add(op.order)
         left -= {tensor.producer for tensor in taken if tensor.producer is not None}
         if degree:
             degrees[op.order] = degree
             left.add(op.order)
-    return None if left else degrees
+        summed = op.inputs[-1:] if op.op in _SCATTERS else op.inputs[:1]
+        if any(tensor.producer in scaled for tensor in summed):
+            if op.op in _ELEMENTWISE and degree:
+                scaled.add(op.order)
+            elif op.op in _SUMS or op.op in _SCATTERS:
+                sums.append(op)
+    if left:
+        raise CannotWriteError
+    return degrees, sums
 
 
 def _keeps_size(op: OpCall) -> bool:
@@ -101,8 +110,8 @@ def _keeps_size(op: OpCall) -> bool:
     return op.op in MOVES | CASTS or is_mask
 
 
-def _degree_of(op: OpCall, taken: dict[str, int], *, is_sum: bool) -> int | None:
-    """Return how often a result has the factor that inputs have so often, by their names; None if it mixes them.
+def _degree_of(op: OpCall, taken: dict[str, int], *, is_sum: bool) -> int:
+    """Return how often a result has the factor that inputs have so often, by their names; raise if it mixes them.
 
     With `is_sum` the inputs are sums of the powers: an eps that is added to them is nothing once a term is 1.
     """
@@ -114,20 +123,9 @@ def _degree_of(op: OpCall, taken: dict[str, int], *, is_sum: bool) -> int | None
     added = dict(op.scalars).get("other", 0.0)
     is_eps = added == 0 or (is_sum and op.op == "add" and 0 < added <= _LARGEST_EPS)
     is_alike = len(set(taken.values())) == 1 and not any(others) and is_eps
-    return next(iter(taken.values())) if is_alike and op.op in MOVES | CASTS | _ADDS else None
-
-
-def _sums_of(power: OpCall, ops: Sequence[OpCall], degrees: Collection[int | None]) -> Iterator[OpCall]:
-    """Yield each sum of the powers, which are at most multiplied before it and still have their common factor."""
-    powers = {power.order}
-    for op in (op for op in ops if op.phase != "backward"):
-        summed = op.inputs[-1:] if op.op in _SCATTERS else op.inputs[:1]
-        if not any(tensor.producer in powers for tensor in summed):
-            continue
-        if op.op in _ELEMENTWISE and op.order in degrees:
-            powers.add(op.order)
-        elif op.op in _SUMS or op.op in _SCATTERS:
-            yield op
+    if not is_alike or op.op not in MOVES | CASTS | _ADDS:
+        raise CannotWriteError
+    return next(iter(taken.values()))
 
 
 def _dims_of(op: OpCall) -> str:

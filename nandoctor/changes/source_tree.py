@@ -160,13 +160,6 @@ class SourceTree:
         parent = self._parents[statement]
         return next(block for name in _BLOCKS if statement in (block := getattr(parent, name, [])))
 
-    def free_name(self, wanted: str, node: ast.AST, others: Set[str]) -> str:
-        """Return a name that the function around a node does not use, and that is not one of the `others`."""
-        taken, name, number = names_in(self.function_of(node) or self.module) | others, wanted, 2
-        while name in taken:
-            name, number = f"{wanted}_{number}", number + 1
-        return name
-
     @cached_property
     def imported_names(self) -> dict[str, bool]:
         """The names that the file's own imports bind, and the `known` ones; True if every function can use them."""

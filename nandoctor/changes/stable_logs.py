@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-from nandoctor.changes.definitions import Definitions, calls_in
+from nandoctor.changes.definitions import Definitions
 from nandoctor.changes.editor import HAS_EFFECTS, Editor
 from nandoctor.changes.expression import Expression, number_in, operands, root_of
 from nandoctor.changes.places import ancestors, maker_of
@@ -81,17 +81,14 @@ class LogSpace:
     """A writer of stable logarithms in one function; new names differ from those of other changes of its file."""
 
     def __init__(self, change: Editor, node: ast.AST, ops: Sequence[OpCall]) -> None:
-        tree, function = change.tree, change.tree.scope_of(node)
-        if isinstance(function, ast.Module):
-            raise CannotWriteError
-        self._change, self._tree, self._function = change, tree, function
+        self._change, self._tree = change, change.tree
         self._ops = ops
-        self._definitions = Definitions(change, function)
-        self._calls = dict(calls_in(change, function, ops))
+        self._definitions = Definitions(change, node)
+        self._calls = dict(self._definitions.calls(ops))
         self._place: ast.AST = node
         self._hoisted: dict[ast.AST, tuple[str, str]] = {}
         self._sources: set[ast.AST] = set()
-        self._functional = "F" if any(line in tree.text for line in _FUNCTIONAL) else "torch.nn.functional"
+        self._functional = "F" if any(line in change.tree.text for line in _FUNCTIONAL) else "torch.nn.functional"
 
     def write_logs(self, node: ast.AST) -> None:
         """Write the logarithm at a node, and take out the assignments that are unread then.

@@ -34,10 +34,9 @@ class StableVariance(SingleEdit):
         """Write the call of `var`, and take out the assignments that are unread then."""
         expression = source.open(self.site)
         editor, node = expression.editor, expression.node
-        function = expression.tree.scope_of(node)
-        if isinstance(function, ast.Module) or not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Sub):
+        definitions = Definitions(editor, node)
+        if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Sub):
             raise CannotWriteError
-        definitions = Definitions(editor, function)
 
         def mean_in(found: ast.expr | None) -> Expression:
             mean = definitions.resolved(found) if found is not None else None

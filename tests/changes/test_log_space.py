@@ -295,10 +295,9 @@ def forward(x, sharp):
 )
 def test_what_a_name_stands_for(name, line, value):
     tree = parse_source(FUNCTION)
-    (function,) = tree.module.body
-    names = (node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == name)
+    names = (node for node in ast.walk(tree.module) if isinstance(node, ast.Name) and node.id == name)
     read = max((node for node in names if node.lineno == line), key=tree.span)
-    found = Definitions(Editor(tree, Path("net.py"), None), function).value_of(read)
+    found = Definitions(Editor(tree, Path("net.py"), None), read).value_of(read)
     assert (None if found is None else tree.code(found)) == value
 
 
