@@ -7,6 +7,7 @@ import inspect
 import math
 from typing import Any, ClassVar, Literal
 
+from nandoctor.changes.expression import number_in
 from nandoctor.changes.places import in_place, place_of
 from nandoctor.changes.running_op import RunningOp
 from nandoctor.changes.source_tree import CannotWriteError, name_called
@@ -55,7 +56,8 @@ class SetArgument(SingleEdit):
     def write(self, source: SourceWriter) -> None:
         """Replace the number, or pass it as the `eps` of a torch function that has it as its default."""
         expression = source.open(self.site)
-        change, constants = expression.editor, expression.constants(self.was)
+        change = expression.editor
+        constants = [value for _, value in expression.arguments if number_in(value) == self.was]
         source.places[self] = {expression.node}
         value = f"torch.finfo({expression.argument('self')}.dtype).min" if self.value is None else constant(self.value)
         default_eps = change.library.default_eps(name_called(expression.node))

@@ -49,22 +49,18 @@ class Expression:
     @cached_property
     def arguments(self) -> list[tuple[str | None, ast.expr]]:
         """The arguments in the order of the op's schema, each with its keyword, if any."""
-        node = self.node
-        if isinstance(node, ast.BinOp):
-            return [(None, item) for item in operands(node, self.op_name)]
-        if isinstance(node, ast.AugAssign):
-            return [(None, node.target), (None, node.value)]
-        if isinstance(node, ast.UnaryOp):
-            return [(None, node.operand)]
-        if isinstance(node, ast.Subscript):
-            return [(None, node.value)]
-        if not isinstance(node, ast.Call):
-            raise CannotWriteError
-        return [
-            *((None, owner) for owner in [self._owner] if owner is not None),
-            *((None, value) for value in node.args if not isinstance(value, ast.Starred)),
-            *((item.arg, item.value) for item in node.keywords if item.arg),
-        ]
+        match self.node:
+            case ast.Call(args=args, keywords=keywords):
+                owner = [self._owner] if self._owner is not None else []
+                positional = [*owner, *(value for value in args if not isinstance(value, ast.Starred))]
+                return [(None, value) for value in positional] + [(it.arg, it.value) for it in keywords if it.arg]
+            case ast.BinOp():
+                return [(None, item) for item in operands(self.node, self.op_name)]
+            case ast.AugAssign(target=target, value=value):
+                return [(None, target), (None, value)]
+            case ast.UnaryOp(operand=value) | ast.Subscript(value=value):
+                return [(None, value)]
+        raise CannotWriteError
 
     def calls_module(self) -> bool:
         """Return True if the torch module that ran the op is called: `self.norm(x)`, not `x.norm()` in a "norm"."""
@@ -114,10 +110,6 @@ class Expression:
         end = re.search(r",?\s*\)$", call)
         comma = ", " * bool(self.node.args or self.node.keywords)
         return call if end is None else f"{call[: end.start()]}{comma}{name}={value}{end[0]}"
-
-    def constants(self, number: float) -> list[ast.expr]:
-        """Return the arguments that are written as this number."""
-        return [value for _, value in self.arguments if number_in(value) == number]
 
     def is_whole(self, statement: ast.stmt) -> bool:
         """Return True if the statement only assigns, returns or evaluates the expression."""
