@@ -34,14 +34,14 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_482, "tests": 29_978, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_464, "tests": 29_977, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_923,
     "autocast": 801,
     "capture": 2_570,
     "causes": 2_668,
-    "changes": 3_109,
+    "changes": 3_091,
     "cli": 793,
     "diagnosis": 1_936,
     "dumps": 3_148,
