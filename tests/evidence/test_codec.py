@@ -248,24 +248,6 @@ def test_schema_accepts_what_the_records_hold_and_nothing_else(data, valid):
     assert jsonschema.Draft202012Validator(SMALL).is_valid(data) is valid
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Twig:
-    """A twig."""
-
-    leaf: Leaf = field(metadata=INLINED)
-    length: int
-
-
-def test_an_inlined_record_has_its_keys_among_the_others():
-    made = describe_schema(Twig, title="twig/1")
-    twig = made["$defs"]["Twig"]
-    assert list(twig["properties"]) == ["kind", "size", "spot", "length"]
-    assert twig["required"] == ["kind", "size", "length"]
-    assert twig["description"] == "A twig. A leaf."
-    assert list(made["$defs"]) == ["Twig"]
-    jsonschema.validate(to_plain(Twig(leaf=Leaf(size=1.0), length=2)), made)
-
-
 def test_made_reports_are_accepted():
     leaf = Leaf(size=float("inf"), spot=(1, "x"))
     jsonschema.validate(to_plain(Branch(leaves=(leaf,), branches=(Branch(leaves=()),))), SMALL)

@@ -65,16 +65,6 @@ def test_a_narrow_screen_shows_the_expression_of_a_long_line(excerpt):
     assert "^" * 13 in text[1]
 
 
-@pytest.mark.parametrize("width", range(40, 90))
-def test_no_letter_goes_without_a_mark(excerpt, width):
-    line = "    normalized = (values - mean) / torch.sqrt(variance + 1e-8)"
-    found = replace(excerpt, first=1, lines=(line,), line=1, end_line=1, column=len(line) - 28, end_column=len(line))
-    code = shown(found, width=width)[0].partition(" | ")[2]
-    assert code.startswith(("normalized", "…"))
-    assert len(code) <= max(width - 6, 20)
-    assert code.endswith("torch.sqrt(variance + 1e-8)"[-12:]) or code.endswith("…")
-
-
 @pytest.mark.parametrize(
     ("make", "text"),
     [
