@@ -305,6 +305,17 @@ def test_a_state_of_another_model_is_refused(strict):
     assert "another model" in caught.value.remedy
 
 
+def test_what_fits_is_loaded_if_asked_for():
+    model, state = Net(3), state_of(Net(3))
+    state["head.weight"] = torch.ones(7, 7)
+    del state["steps"]
+    notes = load_state(model, state, strict=False)
+    assert torch.equal(model.encoder.weight, state["encoder.weight"])
+    assert [note.partition(":")[0] for note in notes] == ["--no-strict", "--no-strict"]
+    assert "1 missing from the weights: steps" in notes[0]
+    assert "head.weight (7, 7) for (1, 3)" in notes[1]
+
+
 class Tied(nn.Module):
     """Two layers of one weight, in one Parameter or in two of the same memory."""
 
