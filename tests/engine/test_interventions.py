@@ -66,6 +66,18 @@ def site_of(step, op, module):
     return OpSite(module=chosen.place.module, type=chosen.place.type, op=op, nth=chosen.nth, source=chosen.source)
 
 
+def test_keeping_a_forward_alone_leaves_children_under_autocast():
+    step = make_step()
+
+    def format_of_inner(*edits):
+        ops = execute(step, *edits, watch=CLOSELY).trace.ops
+        return next(op.outputs[0].dtype for op in ops if op.module == "branch.inner")
+
+    assert format_of_inner(KeepModule(module="branch", children=False)) is FP16
+    assert format_of_inner(KeepModule(module="branch")) is FP32
+    assert dtypes(execute(step, KeepModule(module="branch", children=False)))["branch"] is FP32
+
+
 def test_a_module_of_half_weights_can_be_kept_and_gets_them_back():
     step = make_step(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).half(), x=torch.randn(2, 4).half())
     before = copy.deepcopy(step.model.state_dict())
