@@ -71,7 +71,7 @@ def test_keeping_a_forward_alone_leaves_children_under_autocast():
 
     def format_of_inner(*edits):
         ops = execute(step, *edits, watch=CLOSELY).trace.ops
-        return next(op.outputs[0].dtype for op in ops if op.module == "branch.inner")
+        return next(op.outputs[0].dtype for op in ops if op.place.module == "branch.inner")
 
     assert format_of_inner(KeepModule(module="branch", children=False)) is FP16
     assert format_of_inner(KeepModule(module="branch")) is FP32
