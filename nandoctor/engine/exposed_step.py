@@ -109,7 +109,7 @@ class Exposing:
 
 
 def continued(step: FailingStep, place: str = "", *, training: bool) -> FailingStep:
-    """The step after itself: the output is that of a second forward, in this mode.
+    """The step after itself: the output is that of a second forward, in eval mode without `training`.
 
     Before that, finite numbers take the place of what is NaN or Inf in the buffer or attribute of this name.
     """
@@ -120,7 +120,8 @@ def continued(step: FailingStep, place: str = "", *, training: bool) -> FailingS
             if path == place:
                 with torch.no_grad():
                     tensor.copy_(_replace(tensor, way=0))
-        step.model.train(training)
+        if not training:
+            step.model.eval()
         return step.call.forward(batch)
 
     return replace(step, call=replace(step.call, forward=forward))
