@@ -29,7 +29,8 @@ from nandoctor.causes.base import (
 )
 from nandoctor.causes.log_space import stable_forms, stable_variances
 from nandoctor.causes.sentences import argument, subject
-from nandoctor.changes.places import singular_inputs
+from nandoctor.changes.constant import SetArgument
+from nandoctor.changes.places import singular_inputs, site_of
 from nandoctor.changes.signs import is_nonnegative
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import OpCall, OpTensor
@@ -98,6 +99,8 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
     yield from stable_forms(finding.op, finding.ops)
     yield from stable_variances(finding.op, finding.ops)
     divisor = _divisor(finding.op)
+    if finding.op.op in DIVISIONS and dict(finding.op.scalars).get("other") == 0:
+        yield (SetArgument(site=site_of(finding.op), argument="other", was=0.0, value=1.0),)
     if divisor is not None:
         counts = (1.0,) if _is_count(finding, divisor) else ()
         of_root = finding.op.op in DOMAINS and not is_whole_power(finding.op)

@@ -23,8 +23,8 @@ _CLOSE = 1e-6
 class SetArgument(SingleEdit):
     """Replace a number among an op's arguments, named as in the op's schema: the 1e-8 of `x + 1e-8`.
 
-    Only an argument that `was` this number is replaced. A `value` of None stands for the lowest number of the op's
-    format, `torch.finfo(x.dtype).min`.
+    Only an argument that `was` this number is replaced; a 0 is a divisor. A `value` of None stands for the lowest
+    number of the op's format, `torch.finfo(x.dtype).min`.
     """
 
     is_inner: ClassVar[bool] = True
@@ -41,6 +41,11 @@ class SetArgument(SingleEdit):
         new = "the lowest number of its format" if self.value is None else constant(self.value)
         what = "an eps of " if self.value is not None and 0 < self.was <= LARGEST_EPS else ""
         return f"Use {what}{new} instead of {constant(self.was)} in {place_of(self.site) or self.site.op}"
+
+    @property
+    def replaces(self) -> str:
+        """A quotient by the number 0, which nothing near it tends to."""
+        return "a quotient by 0 has no value, and becomes its numerator" if self.was == 0 else ""
 
     def run(self, op: RunningOp) -> Any:
         """Run the op with the new number."""
@@ -67,6 +72,8 @@ class SetArgument(SingleEdit):
         named = expression.argument_node(self.argument)
         if len(constants) == 1:
             change.replace(constants[0], value)
+        elif not constants and self.was == 0:  # another batch may have another number
+            change.replace(named, f"({expression.argument(self.argument)} or {value})")
         elif not constants and isinstance(named, ast.Name | ast.Attribute):
             change.replace(named, value)
         else:

@@ -149,7 +149,7 @@ def _judge_output(proof: Proof) -> Said:
     besides = " except for infinities that fp32 has there too" if made.meant else ""
     told = f"finite{besides}, {percent(outcome.max_rel_err)} off fp32"
     if not proof.judgement.passes:
-        replaced = [single.replaces for single in flatten((proof.edit,)) if single.replaces]
+        replaced = _list_replaced(proof.edit)
         off = f"the output is {percent(outcome.max_rel_err)} off what the formula gives"
         is_replacing = bool(replaced) or proof.trials.numerics
         return Said("failed", told, replaces=", so ".join([*replaced, off]) if is_replacing else "")
@@ -157,6 +157,10 @@ def _judge_output(proof: Proof) -> Said:
     if beside is not None:
         return Said("failed", f"{told}, but {beside}", replaces=f"it replaces values that the formula gives: {beside}")
     return Said("passed", told + _describe_rounding(proof))
+
+
+def _list_replaced(edit: Edit) -> list[str]:
+    return list(dict.fromkeys(single.replaces for single in flatten((edit,)) if single.replaces))
 
 
 def _describe_rounding(proof: Proof) -> str:
@@ -241,10 +245,13 @@ def _judge_limit(proof: Proof) -> Said | None:
     """Refuse a change that gives a number which is not the limit of the formula at a point where it has no value."""
     if selects((proof.change,)) or proof.written.kind in ("data", "state"):
         return None
+    has_none = proof.trials.numerics and not proof.trials.exact().finite
     sentence = proof.verifier.meaning.describe_replaced(proof.change, proof.made, proof.edit)
+    if sentence is None and has_none:
+        sentence = ", and ".join(_list_replaced(proof.edit)) or None
     if sentence is not None:
         return Said("failed", sentence, replaces=sentence)
-    if proof.trials.numerics and not proof.trials.exact().finite and proof.verifier.meaning.limit is None:
+    if has_none and proof.verifier.meaning.limit is None:
         return Said("not-checked", "no neighbour of this batch can be run in float64")
     return Said("passed", "the change gives the formula's limit") if proof.verifier.meaning.has_limit else None
 

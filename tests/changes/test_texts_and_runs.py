@@ -63,6 +63,7 @@ CASES = {
     "eps by keyword": (NORM.format(", eps=1e-6"), "layer_norm", partial(EPS, was=1e-6), ", eps=0.01)"),
     "eps as a term": ("return x + 1e-6", "add", TERM, "x + 0.01"),
     "number first": ("return 1e-6 + x", "add", TERM, "0.01 + x"),
+    "number 0": ("return x / (len(x) - 3)", "div", partial(TERM, was=0.0, value=1.0), "x / (len(x) - 3 or 1)"),
     "lowest number": (
         "return x.masked_fill(x > 0, -1e9)", "masked_fill",
         partial(SetArgument, argument="value", was=-1e9, value=None), "torch.finfo(x.dtype).min",
