@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -108,21 +108,31 @@ class Exposing:
         return made
 
 
-def continued(step: FailingStep, place: str = "", *, training: bool) -> FailingStep:
+def continued(
+    step: FailingStep, places: Collection[str], *, training: bool, way: int | None = None, taken: set[str]
+) -> FailingStep:
     """The step after itself: the output is that of a second forward, in eval mode without `training`.
 
-    Before that, finite numbers take the place of what is NaN or Inf in the buffer or attribute of this name.
+    Those of the `places`, buffers and attributes, are added to `taken` that an op of the second forward takes, or that
+    the first did not leave. With a `way`, finite numbers first take the place of what is NaN or Inf in them.
     """
 
     def forward(batch: Batch) -> Any:
         step.call.forward(batch)
-        for path, tensor in (*step.model.named_buffers(), *_list_state(step.model)):
-            if path == place:
-                with torch.no_grad():
-                    tensor.copy_(_replace(tensor, way=0))
+        state = dict((*step.model.named_buffers(), *_list_state(step.model)))
+        held = {id(state[place]): place for place in places if place in state}
+        taken.update(set(places) - state.keys())
+        for place in held.values() if way is not None else ():
+            state[place].data = _replace(state[place].detach(), way or 0)
+
+        def look(call: Invocation, proceed: Proceed) -> Any:
+            taken.update(held[id(tensor)] for _, tensor in call.tensors() if id(tensor) in held)
+            return proceed(call)
+
         if not training:
             step.model.eval()
-        return step.call.forward(batch)
+        with intercepting(look):
+            return step.call.forward(batch)
 
     return replace(step, call=replace(step.call, forward=forward))
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
+from typing import Literal
 
 import torch
 
@@ -73,11 +74,11 @@ def _look(step: FailingStep, findings: Findings) -> Findings:
     reference = Exposing(step=step).exposed.run(REFERENCE, CLOSELY).trace
     hidden = {stats.path: stats for stats in whole.output if not stats.finite}
     left = [path for path in hidden if path.startswith("kept.") and path.removeprefix("kept.") not in whole.buffers]
-    left = [path for path in left if _is_unmeant(hidden[path], whole, reference)]
-    kept = _may_be_read(step, left)
-    idle = [path for path in left if path not in kept]
-    if step.loss is not None:
-        findings, idle = _told_of_idle(findings, [path.removeprefix("kept.") for path in idle]), []
+    left = [path.removeprefix("kept.") for path in left if _is_unmeant(hidden[path], whole, reference)]
+    fates = _follow(step, left)
+    kept = [f"kept.{name}" for name in left if fates[name] == "read"]
+    idle = [name for name in left if fates[name] == "idle" and step.loss is not None]
+    findings = _told_of_idle(findings, idle)
     taken = {
         path: site
         for path, site in exposing.sites.items()
@@ -89,8 +90,9 @@ def _look(step: FailingStep, findings: Findings) -> Findings:
     decided = [path for path in [*taken][:_MOST_TAKERS] if _decides(step, path, plain)]
     chosen = frozenset((*kept, *decided))
     if not chosen:
-        numbers = (path for path, site in taken.items() if site.op == _TO_PYTHON)
-        lost = [*idle, *(path for path in numbers if step.loss is None or _is_read_later(step, path))]
+        numbers = [path for path, site in taken.items() if site.op == _TO_PYTHON]
+        lost = [f"kept.{name}" for name in left if name not in idle]
+        lost += numbers if step.loss is None or any(_is_asked_later(step, path) for path in numbers) else []
         doubts = _doubt_lost((*(hidden[path] for path in lost), *_unseen(whole)), whole, reference)
         return replace(findings, gaps=(*findings.gaps, *doubts))
     shown, shown_reference = (_showing(run, chosen) for run in (whole, reference))
@@ -112,12 +114,14 @@ def _look(step: FailingStep, findings: Findings) -> Findings:
 
 
 def _without_idle_buffers(step: FailingStep, findings: Findings) -> Findings:
-    """Return the findings without the spoilt buffers that neither a known loss nor a later step depends on."""
-    trace = findings.trace
-    if step.loss is None:
+    """Return the findings without the spoilt buffers that nothing takes, and no checkpoint keeps for something else."""
+    trace, saved = findings.trace, step.model.state_dict().keys() if findings.trace.spoilt_buffers else ()
+    passing = [name for name in trace.spoilt_buffers if name not in saved]
+    if step.loss is None or not passing:
         return findings
-    read = tuple(name for name in trace.spoilt_buffers if _is_read_later(step, f"kept.{name}"))
-    idle = [name for name in trace.spoilt_buffers if name not in read]
+    fates = _follow(step, passing)
+    idle = [name for name in passing if fates[name] == "idle"]
+    read = tuple(name for name in trace.spoilt_buffers if name not in idle)
     return _told_of_idle(replace(findings, trace=replace(trace, spoilt_buffers=read)), idle)
 
 
@@ -129,29 +133,54 @@ def _told_of_idle(findings: Findings, names: Sequence[str]) -> Findings:
     return replace(findings, notes=(*findings.notes, note))
 
 
-def _is_read_later(step: FailingStep, path: str) -> bool:
-    """Return True if a second forward, as in training or in evaluation, depends on what is NaN or Inf at the path."""
+_Fate = Literal["idle", "taken", "read"]
+"""What becomes of a value that a forward leaves: no op of a second forward takes it; one does, and the output does not
+depend on it; or it does, or a loss elsewhere may send gradients through the value."""
+
+
+def _follow(step: FailingStep, names: Sequence[str]) -> dict[str, _Fate]:
+    """Return what becomes of the buffers and attributes in a second forward, as in training and as in evaluation."""
+    if not names:
+        return {}
+    paths = frozenset(f"kept.{name}" for name in names)
+    again = Exposing(step=step, only=paths).exposed.run(watch=replace(_RESULTS, backward=True))
+    with_graph = {name for name, tensor in again.output.kept.items() if tensor.requires_grad}
+    taken, depends = set[str](), False
     for training in {step.mode.training, False}:
-        as_left = continued(step, training=training)
-        replaced = Exposing(step=as_left, only=frozenset(), replaced=path.removeprefix("taken.")).exposed
-        if path.startswith("kept."):
-            replaced = continued(step, path.removeprefix("kept."), training=training)
         try:
-            made, other = as_left.run(watch=_RESULTS), replaced.run(watch=_RESULTS)
+            as_left = continued(step, names, training=training, taken=taken).run(watch=_RESULTS)
+        except (LossError, ModelError):  # a model may be called only once
+            return dict.fromkeys(names, "read")
+        ways = range(WAYS) if taken else ()
+        replaced = (continued(step, taken, training=training, way=way, taken=set()) for way in ways)
+        depends = depends or as_left.trace.raised is not None or not _are_same(as_left, replaced)
+    fates: dict[str, _Fate] = {name: "taken" if name in taken else "idle" for name in names}
+    read = {name for name in taken if depends} | with_graph
+    return fates | {name: "read" for name in names if name in read}
+
+
+def _are_same(first: Outcome, others: Iterable[FailingStep]) -> bool:
+    """Return True if the steps give what the first gave; one in which a number cannot be replaced says nothing."""
+    for other in others:
+        with suppress(LossError, ModelError):
+            if not _is_same(first, other.run(watch=_RESULTS)):
+                return False
+    return True
+
+
+def _is_asked_later(step: FailingStep, path: str) -> bool:
+    """Return True if a second forward, as in training or in evaluation, depends on a number that left torch."""
+    for training in {step.mode.training, False}:
+        twice = continued(step, (), training=training, taken=set())
+        name = path.removeprefix("taken.")
+        replaced = (Exposing(step=twice, only=frozenset(), replaced=name, way=way).exposed for way in range(WAYS))
+        try:
+            as_left = twice.run(watch=_RESULTS)
         except (LossError, ModelError):  # a model may be called only once
             return True
-        if made.trace.raised is not None or not _is_same(made, other):
+        if as_left.trace.raised is not None or not _are_same(as_left, replaced):
             return True
     return False
-
-
-def _may_be_read(step: FailingStep, paths: Collection[str]) -> list[str]:
-    """Return those of the tensors left that a later step depends on, or that have a graph: a loss elsewhere may too."""
-    if not paths:
-        return []
-    again = Exposing(step=step, only=frozenset(paths)).exposed.run(watch=replace(_RESULTS, backward=True))
-    graphs = [path for path in paths if again.output.kept[path.removeprefix("kept.")].requires_grad]
-    return [path for path in paths if path in graphs or _is_read_later(step, path)]
 
 
 def _showing(trace: Trace, chosen: Set[str]) -> Trace:
