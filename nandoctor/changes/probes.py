@@ -15,6 +15,7 @@ from nandoctor.ops import DOMAINS
 Where = Literal["edge", "bound"]
 """On the edge of a function's domain, or past the bound of an exponent."""
 _PROBED = "_probed"
+_LEAST_ABOVE = 4.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +51,11 @@ def text_at_edges(text: str, op: str, edges: Sequence[float]) -> str:
 
 
 def text_past_bound(text: str, bound: float) -> str:
-    """Return an exponent's text with all values moved between the bound and the largest one, in the same order."""
-    above = f"{_PROBED}.amax() - {bound}"
+    """Return an exponent's text with all values moved past the bound, up to the largest one, in the same order.
+
+    So are those of calls that stay below the bound in this batch: the next batch's may not.
+    """
+    above = f"({_PROBED}.amax() - {bound}).clamp(min={_LEAST_ABOVE})"
     least = f"{_PROBED}.nan_to_num(torch.nan, neginf=torch.inf).amin()"  # a mask's -inf stays as it is
-    share = f"({_PROBED} - {least}) / ({_PROBED}.amax() - {least}).clamp(min=1e-9)"
-    made = f"{bound} + ({above}) * (0.1 + 0.9 * {share})"
-    return f"torch.where(({_PROBED} := {text}).amax() > {bound}, {made}, {_PROBED})"
+    share = f"(({_PROBED} := {text}) - {least}) / ({_PROBED}.amax() - {least}).clamp(min=1e-9)"
+    return f"{bound} + (0.1 + 0.9 * {share}) * {above}"
