@@ -49,7 +49,8 @@ LOST = 0.5
 """The error of one weight's gradient from which on it is lost; fp32's own rounding has been seen to cost a seventh."""
 VISIBLE = 0.03
 """The error of one weight's gradient that is looked at: rounding explains it if the batch's own costs a share of it."""
-_SHARE = 1 / 30
+_SHARE = 0.1
+"""The share: rounding inside of the model adds to that of the batch."""
 _SETTLED = 1e-5
 """What moves by less between the first two steps, relative to the largest value, has come to its limit: only rounding
 moves it at the third. Where terms cancel, as in (1 - cos(h)) / h ** 2, float64's is divided by h ** 2."""
@@ -448,17 +449,21 @@ def reversed_gradient(made: Result, meant: Result) -> str | None:
 
 
 def largest_error(made: Result, meant: Result) -> tuple[str, float] | None:
-    """Return the parameter whose gradient is furthest off what it should be, and how far; None without gradients.
+    """Return the parameter whose gradient is furthest off what it should be, and how far; None without gradients."""
+    return max(gradient_errors(made, meant).items(), key=lambda item: item[1], default=None)
+
+
+def gradient_errors(made: Result, meant: Result) -> dict[str, float]:
+    """Return how far the gradient of each parameter is off what it should be, without those that are small beside all.
 
     All gradients together may hide that a small one is lost; an optimizer such as Adam makes them alike.
     """
     largest = max(map(largest_of, meant.gradients.values()), default=0.0)
     counted = [name for name in sorted(meant.gradients) if largest_of(meant.gradients[name]) > _LEAST * largest]
-    errors = {
+    return {
         name: gradient_error(_alone(made, name), _alone(meant, name)) if name in made.gradients else 1.0
         for name in counted
     }
-    return max(errors.items(), key=lambda item: item[1], default=None)
 
 
 def _alone(run: Result, name: str) -> Result:

@@ -31,7 +31,7 @@ from nandoctor.fixes.agreement import (
 )
 from nandoctor.fixes.gradient_check import GradientCheck, Said, in_bf16, run_lowered
 from nandoctor.fixes.hidden_values import describe_hidden
-from nandoctor.fixes.meaning import VISIBLE, Meaning, largest_error, reversed_gradient
+from nandoctor.fixes.meaning import VISIBLE, Meaning, gradient_errors, largest_error, reversed_gradient
 from nandoctor.fixes.other_batches import OtherBatches
 from nandoctor.fixes.variations import OTHER_SEED, VARIATIONS
 from nandoctor.fixes.verify import GRADIENT_TOLERANCE, Judgement, Trials, selects
@@ -230,15 +230,21 @@ def _judge_direction(proof: Proof) -> Said | None:
 
 
 def _list_misdirected(proof: Proof, meant: Result) -> Iterator[tuple[str, float, str]]:
-    """Yield the parameter whose gradient is turned round, and that whose gradient is furthest off, and how far."""
+    """Yield the parameter whose gradient is turned round, and those whose gradients are off, and how far.
+
+    One that the unchanged step in fp32 has just as far off is the same with the change: the failure does not reach it.
+    """
     where = "float64" if proof.trials.numerics else "fp32"
     name = reversed_gradient(proof.made, meant)
     if name is not None:
         yield name, math.inf, f"points the other way than the formula's in {where}"
-    is_compared = proof.trials.numerics and meant.finite
-    found = largest_error(proof.trials.reference(proof.change), meant) if is_compared else None
-    if found is not None and found[1] > VISIBLE:
-        yield *found, f"is {percent(found[1])} off the formula's in {where}"
+    if not (proof.trials.numerics and meant.finite):
+        return
+    before = gradient_errors(proof.trials.reference(), meant)
+    for name, error in gradient_errors(proof.trials.reference(proof.change), meant).items():
+        was = before.get(name, math.nan)
+        if error > VISIBLE and not was >= error / 2:  # NaN where the unchanged one is not finite
+            yield name, error, f"is {percent(error)} off the formula's in {where}"
 
 
 def _judge_limit(proof: Proof) -> Said | None:
