@@ -168,16 +168,19 @@ class KeepLines(SingleEdit):
             if line is self.lines[-1]:
                 if not (names or made):
                     raise CannotWriteError
-                _cast_result(change, statement, self._back(change.tree, names))
+                _cast_result(change, statement, _cast_back(source, line, names))
             made |= {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and _is_assigned(node)}
 
-    def _back(self, tree: SourceTree, names: Collection[ast.expr]) -> str:
-        """Return the call of a method that casts to the format that the model has without the change."""
-        if self.format is not FP32:
-            return "float()"
-        if not names:
-            raise CannotWriteError
-        return f"to({tree.code(min(names, key=lambda name: (name.lineno, name.col_offset)))}.dtype)"
+
+def _cast_back(source: SourceWriter, line: SourceLine, names: Collection[ast.expr]) -> str:
+    """Return the call of a method that casts to what a line gives without the change, by the first of its names."""
+    made = [op for op in source.ops if op.source is not None and op.source.whole == line and op.outputs]
+    if made and made[-1].outputs[0].dtype is FP32:
+        return "float()"
+    if not names:
+        raise CannotWriteError
+    tree = source.file(line.file).tree
+    return f"to({tree.code(min(names, key=lambda name: (name.lineno, name.col_offset)))}.dtype)"
 
 
 def _cast_result(change: Editor, statement: ast.stmt, call: str) -> None:

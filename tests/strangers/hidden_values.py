@@ -213,6 +213,6 @@ def logs_a_number(model, h):
 
 @hiding("cannot-tell", loss=mean, says=("div (",))
 def asks_for_the_number_later(model, h):
-    is_small = model.memory.get("mean", 0.0) < 1
+    is_small = not model.memory.get("mean", 0.0) > 1
     model.memory["mean"] = nan(h).mean().item()
     return h if is_small else 2 * h
