@@ -75,9 +75,9 @@ def _look(step: FailingStep, findings: Findings) -> Findings:
     hidden = {stats.path: stats for stats in whole.output if not stats.finite}
     left = [path for path in hidden if path.startswith("kept.") and path.removeprefix("kept.") not in whole.buffers]
     left = [path.removeprefix("kept.") for path in left if _is_unmeant(hidden[path], whole, reference)]
-    fates = _follow(step, left)
-    kept = [f"kept.{name}" for name in left if fates[name] == "read"]
-    idle = [name for name in left if fates[name] == "idle" and step.loss is not None]
+    uses = _find_uses(step, left)
+    kept = [f"kept.{name}" for name in left if uses[name] == "read"]
+    idle = [name for name in left if uses[name] == "idle" and step.loss is not None]
     findings = _told_of_idle(findings, idle)
     taken = {
         path: site
@@ -119,8 +119,8 @@ def _without_idle_buffers(step: FailingStep, findings: Findings) -> Findings:
     passing = [name for name in trace.spoilt_buffers if name not in saved]
     if step.loss is None or not passing:
         return findings
-    fates = _follow(step, passing)
-    idle = [name for name in passing if fates[name] == "idle"]
+    uses = _find_uses(step, passing)
+    idle = [name for name in passing if uses[name] == "idle"]
     read = tuple(name for name in trace.spoilt_buffers if name not in idle)
     return _told_of_idle(replace(findings, trace=replace(trace, spoilt_buffers=read)), idle)
 
@@ -133,12 +133,12 @@ def _told_of_idle(findings: Findings, names: Sequence[str]) -> Findings:
     return replace(findings, notes=(*findings.notes, note))
 
 
-_Fate = Literal["idle", "taken", "read"]
+_Use = Literal["idle", "taken", "read"]
 """What becomes of a value that a forward leaves: no op of a second forward takes it; one does, and the output does not
 depend on it; or it does, or a loss elsewhere may send gradients through the value."""
 
 
-def _follow(step: FailingStep, names: Sequence[str]) -> dict[str, _Fate]:
+def _find_uses(step: FailingStep, names: Sequence[str]) -> dict[str, _Use]:
     """Return what becomes of the buffers and attributes in a second forward, as in training and as in evaluation."""
     if not names:
         return {}
@@ -154,9 +154,9 @@ def _follow(step: FailingStep, names: Sequence[str]) -> dict[str, _Fate]:
         ways = range(WAYS) if taken else ()
         replaced = (continued(step, taken, training=training, way=way, taken=set()) for way in ways)
         depends = depends or as_left.trace.raised is not None or not _are_same(as_left, replaced)
-    fates: dict[str, _Fate] = {name: "taken" if name in taken else "idle" for name in names}
+    uses: dict[str, _Use] = {name: "taken" if name in taken else "idle" for name in names}
     read = {name for name in taken if depends} | with_graph
-    return fates | {name: "read" for name in names if name in read}
+    return uses | {name: "read" for name in names if name in read}
 
 
 def _are_same(first: Outcome, others: Iterable[FailingStep]) -> bool:
