@@ -99,7 +99,7 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
     yield from stable_forms(finding.op, finding.ops)
     yield from stable_variances(finding.op, finding.ops)
     divisor = _divisor(finding.op)
-    if finding.op.op in DIVISIONS and dict(finding.op.scalars).get("other") == 0:
+    if divisor is None and finding.op.op in DIVISIONS and ("other", 0.0) in finding.op.scalars:
         yield (SetArgument(site=site_of(finding.op), argument="other", was=0.0, value=1.0),)
     if divisor is not None:
         counts = (1.0,) if _is_count(finding, divisor) else ()
