@@ -23,7 +23,8 @@ from workloads import Workload, dump_of, make_encoder, make_unet
 import nandoctor
 from nandoctor import pipeline
 from nandoctor.autocast.policy import EXACT, REFERENCE, Policy
-from nandoctor.engine.runner import MODULES_ONLY, FailingStep, Outcome, Watch, _RecordedRun
+from nandoctor.engine import runner
+from nandoctor.engine.runner import MODULES_ONLY, FailingStep, Outcome, Watch
 from nandoctor.evidence.edits import Change, Snippet, SourcePatch, flatten
 from nandoctor.fixes.proof import Verifier
 from nandoctor.fixes.search import _Search
@@ -68,9 +69,7 @@ class Account:
             mock.patch.object(Verifier, "_verify", _replacing(Verifier._verify, self._verify)),
             mock.patch.object(_Search, "vary_settings", _replacing(_Search.vary_settings, self._vary)),
             mock.patch.object(pipeline, "search_fixes", partial(self._search, pipeline.search_fixes)),
-            mock.patch.object(
-                _RecordedRun, "_run_backward", _replacing(_RecordedRun._run_backward, self._run_backward)
-            ),
+            mock.patch.object(runner, "run_backward", partial(self._run_backward, runner.run_backward)),
         )
         with ExitStack() as stack:
             for patch in patches:
