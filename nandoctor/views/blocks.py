@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from nandoctor.evidence.report import Report, SourceExcerpt
+if TYPE_CHECKING:
+    from nandoctor.evidence.report import Report, SourceExcerpt
+
 
 Level = Literal["screen", "page"]
 """How much a document says: as much as fits on a screen or in a notebook's cell, or all of it."""

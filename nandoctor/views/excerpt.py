@@ -5,13 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from rich.cells import cell_len, set_cell_size
 
-from nandoctor.evidence.report import SourceExcerpt
 from nandoctor.text import printable
 from nandoctor.views.blocks import Excerpt
+
+if TYPE_CHECKING:
+    from nandoctor.evidence.report import SourceExcerpt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from nandoctor.errors import NanDoctorError
-from nandoctor.evidence.report import Report
+
+if TYPE_CHECKING:
+    from nandoctor.evidence.report import Report
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
