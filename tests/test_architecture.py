@@ -34,20 +34,20 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_546, "tests": 29_998, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_553, "tests": 30_000, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_923,
     "autocast": 801,
     "capture": 2_570,
-    "causes": 2_671,
-    "changes": 3_104,
+    "causes": 2_672,
+    "changes": 3_101,
     "cli": 795,
     "diagnosis": 1_936,
     "dumps": 3_148,
-    "engine": 3_127,
+    "engine": 3_129,
     "evidence": 1_708,
-    "fixes": 3_924,
+    "fixes": 3_931,
     "fleet": 703,
     "repro_scripts": 650,
     "step": 3_102,

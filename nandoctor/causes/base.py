@@ -326,11 +326,12 @@ def off_edge_candidates(op: OpCall, ops: Sequence[OpCall]) -> Iterator[Candidate
 
     No text of the user's has the op, but one has made what it is singular at. The nearest two are tried.
     """
+    if op.inside is None:
+        return
     behind = chain.from_iterable(ancestors(ops, tensor, _DEPTH) for tensor in op.inputs)
-    ours = (maker for maker in behind if maker.inside is None and maker.outputs)
-    made = (maker for maker in ours if maker.op not in MOVES | CASTS | FILLS)
-    at_edge = (maker for maker in made if {maker.outputs[0].min, maker.outputs[0].max} & _EDGES)
-    for maker in islice(at_edge, _NEAREST) if op.inside is not None else ():
+    ours = (maker for maker in behind if maker.inside is None and maker.op not in MOVES | CASTS | FILLS)
+    at_edge = (it for it in ours if it.outputs and {it.outputs[0].min, it.outputs[0].max} & _EDGES)
+    for maker in islice(at_edge, _NEAREST):
         low, high = maker.outputs[0].min, maker.outputs[0].max
         margins = OFF_ZERO if low == 0 and high not in _EDGES else OFF_ZERO[1:]  # beside 1 fp32 loses 1e-12
         ends = [(low + it if low in _EDGES else None, high - it if high in _EDGES else None) for it in margins]

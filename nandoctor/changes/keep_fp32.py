@@ -169,7 +169,8 @@ class KeepLines(SingleEdit):
                 if not (names or made):
                     raise CannotWriteError
                 _cast_result(change, statement, _cast_back(source, line, names))
-            made |= {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and _is_assigned(node)}
+            names_in = (node for node in ast.walk(statement) if isinstance(node, ast.Name))
+            made |= {node.id for node in names_in if isinstance(node.ctx, ast.Store)}
 
 
 def _cast_back(source: SourceWriter, line: SourceLine, names: Collection[ast.expr]) -> str:
@@ -192,10 +193,6 @@ def _cast_result(change: Editor, statement: ast.stmt, call: str) -> None:
         change.replace(statement.value, f"{change.operand(statement.value)}.{call}")
     else:
         raise CannotWriteError
-
-
-def _is_assigned(node: ast.Name) -> bool:
-    return isinstance(node.ctx, ast.Store)
 
 
 def _statement_at(source: SourceWriter, line: SourceLine) -> ast.stmt:

@@ -122,8 +122,9 @@ def continued(
         state = dict((*step.model.named_buffers(), *_list_state(step.model)))
         held = {id(state[place]): place for place in places if place in state}
         taken.update(set(places) - state.keys())
-        for place in held.values() if way is not None else ():
-            state[place].data = _replace(state[place].detach(), way or 0)
+        if way is not None:
+            for place in held.values():
+                state[place].data = _replace(state[place].detach(), way)
 
         def look(call: Invocation, proceed: Proceed) -> Any:
             taken.update(held[id(tensor)] for _, tensor in call.tensors() if id(tensor) in held)

@@ -289,7 +289,7 @@ def _search_first(preparation: Preparation) -> tuple[Replayed, tuple[Policy, ...
     except ModelError as error:
         if isinstance(error.__cause__, (*WRONG_CALL, type(None))) or is_out_of_memory(error.__cause__):
             raise
-        first = preparation.policies[0]
+        first, runs_otherwise = preparation.policies[0], False
         for place, policy in enumerate(preparation.policies[1:], 2):
             with suppress(ModelError):
                 found = _search(tuple(step.under(policy) for step in preparation.steps), preparation)
@@ -297,7 +297,8 @@ def _search_first(preparation: Preparation) -> tuple[Replayed, tuple[Policy, ...
                     how = f"Under {first.format} autocast" if first.ambient else "Without autocast"
                     note = f"{how} the step does not run: {brief(str(error.__cause__) or error.message)}"
                     return replace(found, notes=(note,)), preparation.policies[place:]
-        if not first.ambient or len(preparation.policies) == 1:
+                runs_otherwise = not policy.ambient
+        if not runs_otherwise:
             raise
         assumed = f"{first.format} autocast was assumed. {error.remedy} To replay without autocast:"
         raise type(error)(error.message, remedy=assumed, options=("--amp-dtype", "none")) from error.__cause__

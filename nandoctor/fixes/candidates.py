@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, product, zip_longest
 
@@ -22,7 +22,7 @@ from nandoctor.engine.module_state import list_nonfinite_state
 from nandoctor.evidence.edits import Edit, OpSite, Together, flatten
 from nandoctor.evidence.formats import BF16, FP16, FP32, FP64
 from nandoctor.evidence.report import Counterfactual, StepSetting
-from nandoctor.evidence.trace import LOSS, OpCall, Trace
+from nandoctor.evidence.trace import LOSS, OpCall, SourceLine, Trace
 from nandoctor.fixes.agreement import compare_runs
 from nandoctor.fixes.verify import Trials
 from nandoctor.fixes.widening import is_below, is_low
@@ -130,28 +130,36 @@ def _bounded_weights(findings: Findings) -> Iterator[Candidate]:
 
 def _lines_in_fp32(leads: Sequence[Suspect], findings: Findings) -> Iterator[Candidate]:
     """Yield the lines of a model in half precision from its first origin on, as far as a value may not fit again."""
-    lead = next((lead for lead in leads if lead.site.source is not None), None)
-    ops = [op for op in findings.ops if op.phase != "backward" and lead is not None and op.place.type == lead.site.type]
-    lines = list(dict.fromkeys(op.source.whole for op in ops if op.source is not None))
-    if lead is not None and lead.site.source is not None and lead.site.source.whole in lines:
-        following = tuple(lines[lines.index(lead.site.source.whole) :][:_MOST_LINES])
+    site, origin = _first_in_code(leads)
+    ops = (op for op in findings.ops if op.phase != "backward" and site is not None and op.place.type == site.type)
+    lines = _lines_of(ops)
+    if origin in lines:
+        following = tuple(lines[lines.index(origin) :][:_MOST_LINES])
         yield tuple(KeepLines(lines=following[: count + 1]) for count in range(len(following)))
 
 
 def lines_in_fp64(leads: Sequence[Suspect], findings: Findings) -> Iterator[Candidate]:
     """Yield the lines around the first origin, shortest first: from where a value is rounded to where it fits again."""
-    site = next((lead.site for lead in leads if lead.site.source is not None), None)
-    if site is None or site.source is None:
-        return
-    of_module = (op for op in findings.ops if op.phase != "backward" and op.place.module == site.module)
-    for ops in (of_module, findings.inside):
-        lines = list(dict.fromkeys(op.source.whole for op in ops if op.source is not None))
-        if site.source.whole in lines:
-            place = lines.index(site.source.whole)
+    site, origin = _first_in_code(leads)
+    ops = (op for op in findings.ops if op.phase != "backward" and site is not None and op.place.module == site.module)
+    for lines in (_lines_of(ops), _lines_of(findings.inside)):
+        if origin in lines:
+            place = lines.index(origin)
             starts = range(max(place - _MOST_LINES + 1, 0), place + 1)
             spans = product(starts, range(place + 1, place + _MOST_LINES + 1))
             for start, end in sorted(spans, key=lambda span: (span[1] - span[0], -span[0])):
                 yield (KeepLines(lines=tuple(lines[start:end]), format=FP64),)
+
+
+def _first_in_code(leads: Sequence[Suspect]) -> tuple[OpSite | None, SourceLine | None]:
+    """Return the site of the first lead that a line of code is known of, and that line."""
+    site = next((lead.site for lead in leads if lead.site.source is not None), None)
+    return site, site.source.whole if site is not None and site.source is not None else None
+
+
+def _lines_of(ops: Iterable[OpCall]) -> list[SourceLine]:
+    """Return the lines that ran ops, in the order in which they first did."""
+    return list(dict.fromkeys(op.source.whole for op in ops if op.source is not None))
 
 
 def overflowing_products(findings: Findings) -> list[OpCall]:

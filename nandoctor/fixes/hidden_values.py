@@ -90,10 +90,10 @@ def _look(step: FailingStep, findings: Findings) -> Findings:
     decided = [path for path in [*taken][:_MOST_TAKERS] if _decides(step, path, plain)]
     chosen = frozenset((*kept, *decided))
     if not chosen:
-        numbers = [path for path, site in taken.items() if site.op == _TO_PYTHON]
-        lost = [f"kept.{name}" for name in left if name not in idle]
-        lost += numbers if step.loss is None or any(_is_asked_later(step, path) for path in numbers) else []
-        doubts = _doubt_lost((*(hidden[path] for path in lost), *_unseen(whole)), whole, reference)
+        numbers = (path for path, site in taken.items() if site.op == _TO_PYTHON)
+        asked = (path for path in numbers if step.loss is None or _is_asked_later(step, path))
+        lost = (hidden[path] for path in (*(f"kept.{name}" for name in left if name not in idle), *asked))
+        doubts = _doubt_lost((*lost, *_unseen(whole)), whole, reference)
         return replace(findings, gaps=(*findings.gaps, *doubts))
     shown, shown_reference = (_showing(run, chosen) for run in (whole, reference))
     conclusion = conclude(shown, shown_reference, step.low)
@@ -115,14 +115,14 @@ def _look(step: FailingStep, findings: Findings) -> Findings:
 
 def _without_idle_buffers(step: FailingStep, findings: Findings) -> Findings:
     """Return the findings without the spoilt buffers that nothing takes, and no checkpoint keeps for something else."""
-    trace, saved = findings.trace, step.model.state_dict().keys() if findings.trace.spoilt_buffers else ()
-    passing = [name for name in trace.spoilt_buffers if name not in saved]
-    if step.loss is None or not passing:
+    trace = findings.trace
+    if step.loss is None or not trace.spoilt_buffers:
         return findings
-    uses = _find_uses(step, passing)
-    idle = [name for name in passing if uses[name] == "idle"]
-    read = tuple(name for name in trace.spoilt_buffers if name not in idle)
-    return _told_of_idle(replace(findings, trace=replace(trace, spoilt_buffers=read)), idle)
+    saved = step.model.state_dict().keys()
+    uses = _find_uses(step, [name for name in trace.spoilt_buffers if name not in saved])
+    idle = [name for name, use in uses.items() if use == "idle"]
+    others = tuple(name for name in trace.spoilt_buffers if name not in idle)
+    return _told_of_idle(replace(findings, trace=replace(trace, spoilt_buffers=others)), idle)
 
 
 def _told_of_idle(findings: Findings, names: Sequence[str]) -> Findings:
@@ -154,9 +154,8 @@ def _find_uses(step: FailingStep, names: Sequence[str]) -> dict[str, _Use]:
         ways = range(WAYS) if taken else ()
         replaced = (continued(step, taken, training=training, way=way, taken=set()) for way in ways)
         depends = depends or as_left.trace.raised is not None or not _are_same(as_left, replaced)
-    uses: dict[str, _Use] = {name: "taken" if name in taken else "idle" for name in names}
-    read = {name for name in taken if depends} | with_graph
-    return uses | {name: "read" for name in names if name in read}
+    read = with_graph | (taken if depends else set())
+    return {name: "read" if name in read else "taken" if name in taken else "idle" for name in names}
 
 
 def _are_same(first: Outcome, others: Iterable[FailingStep]) -> bool:

@@ -9,7 +9,7 @@ from torch import nn
 
 import nandoctor
 from nandoctor.autocast.policy import cuda_autocast
-from nandoctor.errors import LossError
+from nandoctor.errors import LossError, ModelError
 
 X = torch.linspace(-2, 2, 32).reshape(4, 8)
 
@@ -109,6 +109,8 @@ def test_a_sound_step_that_the_assumed_precision_stops_says_so(replay):
         replay(Stretched(1.0), {"x": X}, loss=partial(of_two_dtypes, 1.0))
     assert "fp16 autocast was assumed" in caught.value.remedy
     assert caught.value.options == ("--amp-dtype", "none")
+    with pytest.raises(ModelError, match=r"(?s)^(?!.*assumed)"):  # it does not run without autocast either
+        replay(Stretched(1.0), {"x": X[:, :5]})
 
 
 def told(low):
