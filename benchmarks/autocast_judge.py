@@ -23,7 +23,7 @@ from autocast_models import MODELS, make_inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from nandoctor.autocast.op_lists import ever_listed
+from nandoctor.autocast.kernels import ever_listed
 from nandoctor.autocast.policy import Policy, apply_policy
 from nandoctor.evidence.formats import BF16, FP16, FloatFormat
 from nandoctor.tracing.dispatch_hook import Invocation

@@ -1,23 +1,39 @@
-"""CUDA's autocast kernels, registered for the autocast dispatch key of any device."""
+"""CUDA's autocast kernels, registered for the autocast dispatch key of any device, and the op lists that they follow.
+
+`cuda_op_lists.json` has the lists by `aten` names with overload: those of torch 2.4, what later versions changed, and
+what is on no list. `tests/autocast/test_op_lists.py` compares them with the installed torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.library import fallthrough_kernel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nandoctor import torch_compat
-from nandoctor.autocast import op_lists
 from nandoctor.autocast.literals import FP32_FOR_HALF, is_on_host
+from nandoctor.dumps.tensors import holds_finite
 from nandoctor.file_memory import move_to_file
 from nandoctor.process_wide import PerThread, Shared, held
-from nandoctor.torch_compat import TORCH, answers_itself, is_view, registered, version_of
+from nandoctor.torch_compat import (
+    TORCH,
+    answers_itself,
+    is_view,
+    minor_version,
+    plain_torch,
+    registered,
+    unwrap,
+    version_of,
+)
 
 if TYPE_CHECKING:
     from nandoctor.torch_compat import OpOverload
@@ -120,7 +136,7 @@ def _make_kernel(op: OpOverload, name: str, device_type: str) -> Callable[..., A
     run = _RUNS[name]
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if name in op_lists.CHANGED and name not in op_lists.listed(_running.version):
+        if name in _CHANGED and name not in listed(_running.version):
             return torch_compat.decompose(op, *args, **kwargs)
         call = _Call(op=op, device_type=device_type, args=args, kwargs=kwargs)
         if run is _run_several_products:
@@ -244,6 +260,42 @@ def _run_cast(call: _Call) -> Any:
     return call.op(*map(widen, call.args), **{name: widen(value) for name, value in call.kwargs.items()})
 
 
+_DATA = json.loads(Path(__file__).with_name("cuda_op_lists.json").read_text(encoding="utf-8"))
+_CHANGED = frozenset(op for change in _DATA["changes"] for op in (*change.get("added", ()), *change.get("removed", ())))
+"""The ops that not all versions list."""
+
+
+@cache
+def lists_of(version: tuple[int, int]) -> Mapping[str, frozenset[str]]:
+    """Return the ops of each list of a torch version; of the nearest known one for others."""
+    lists = {name: set(listed["ops"]) for name, listed in _DATA["lists"].items()}
+    for change in _DATA["changes"]:
+        if (minor_version(change["since"]) or version) <= version:
+            lists[change["list"]] -= set(change.get("removed", ()))
+            lists[change["list"]] |= set(change.get("added", ()))
+    return {name: frozenset(ops) for name, ops in lists.items()}
+
+
+@cache
+def listed(version: tuple[int, int] = TORCH) -> frozenset[str]:
+    """Return the ops of all lists of a torch version."""
+    return frozenset[str]().union(*lists_of(version).values())
+
+
+def ever_listed(name: str) -> list[str]:
+    """Return the ops that a list has in any version, or one of those beside torch's."""
+    changed = [op for change in _DATA["changes"] if change["list"] == name for op in change.get("added", ())]
+    return [*{**_DATA["lists"], **_DATA["beside"]}[name]["ops"], *changed]
+
+
+def describe_lists(version: str) -> str:
+    """Return a sentence on whose lists a replay follows, "" if this torch has the same."""
+    then = minor_version(version)
+    if then is None or lists_of(then) == lists_of(TORCH):
+        return ""
+    return f"Autocast casts the operations that torch {then[0]}.{then[1]} lists."
+
+
 _RUNS_OF_LISTS: dict[str, Run] = {
     "lower_precision": _run_product,
     "several_products": _run_several_products,  # overrides some of lower_precision
@@ -261,7 +313,7 @@ _RUNS_OF_LISTS: dict[str, Run] = {
     "scaling": _run_scaling,
     "casts": _run_cast,
 }
-_RUNS = {op: run for name, run in _RUNS_OF_LISTS.items() for op in op_lists.ever_listed(name)}
+_RUNS = {op: run for name, run in _RUNS_OF_LISTS.items() for op in ever_listed(name)}
 """The function that runs each listed op."""
 
 
@@ -295,3 +347,33 @@ def _lower(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if is_weight and dtype is not torch.float32 and torch.is_grad_enabled() and torch.is_autocast_cache_enabled():
         return _cast_weight(tensor, dtype)
     return tensor.to(dtype)
+
+
+# The op is a composite without kernels of its own under these keys; inference mode uses the second.
+_ATTENTION_KEYS = ("AutogradCPU", "CPU")
+_by_reference_math = Shared(partial(sdpa_kernel, SDPBackend.MATH))
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Return True if all values are finite, looking inside `torch.func`'s wrappers; a fake tensor has no values."""
+    plain = unwrap(tensor)
+    with plain_torch():
+        return hasattr(plain, "fake_mode") or holds_finite(plain.detach())
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Run the usual kernel on finite operands, and the reference's on others.
+
+    The CPU's fused attention finds the largest score of a row by comparisons, which are false for NaN, and so returns
+    finite values for a NaN query (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp).
+    """
+    with nullcontext() if all(map(_is_finite, (query, key, value))) else _by_reference_math:
+        return torch_compat.decompose(
+            torch.ops.aten.scaled_dot_product_attention.default, query, key, value, *args, **kwargs
+        )
+
+
+keep_nonfinite = Shared(
+    lambda: registered([("aten::scaled_dot_product_attention", key, _attend) for key in _ATTENTION_KEYS])
+)
+"""A context in which attention on a CPU keeps every NaN and Inf, as a GPU's does."""

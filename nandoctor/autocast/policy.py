@@ -10,9 +10,8 @@ from typing import Literal
 
 import torch
 
-from nandoctor.autocast.kernels import install_kernels, shared_kernels
+from nandoctor.autocast.kernels import install_kernels, keep_nonfinite, shared_kernels
 from nandoctor.autocast.literals import FP32_FOR_HALF, FP64_FOR_ALL, Wider, cuda_code, regions_patched
-from nandoctor.autocast.nan_keeping import keep_nonfinite
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import FORMATS, FP32, FP64, FloatFormat
 from nandoctor.process_wide import Shared

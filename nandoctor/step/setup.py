@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from nandoctor.autocast.kernels import describe_lists
 from nandoctor.autocast.literals import cuda_code
-from nandoctor.autocast.op_lists import describe_lists
 from nandoctor.autocast.policy import LOW_DTYPES, Policy
 from nandoctor.dumps.array_roles import role_of
 from nandoctor.dumps.code_request import read_option

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from one_test import for_each
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nandoctor.autocast.nan_keeping import keep_nonfinite
+from nandoctor.autocast.kernels import keep_nonfinite
 from nandoctor.autocast.policy import EXACT, REFERENCE, Policy, apply_policy, cuda_autocast
 from nandoctor.evidence.formats import BF16, FP16
 

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from nandoctor.autocast import op_lists
+from nandoctor.autocast.kernels import ever_listed, listed, lists_of
 from nandoctor.autocast.policy import REFERENCE, Policy, apply_policy, cuda_autocast
 from nandoctor.evidence.formats import BF16, FP16
 from nandoctor.torch_compat import TORCH
@@ -27,7 +27,7 @@ def macro_entries(macro):
 
 @pytest.mark.parametrize("name", ["lower_precision_fp", "fp32", "fp32_set_opt_dtype", "promote"])
 def test_list_equals_the_header(name):
-    listed = op_lists.lists_of(TORCH)[name.removesuffix("_fp")]
+    listed = lists_of(TORCH)[name.removesuffix("_fp")]
     assert listed == set(macro_entries(f"AT_FORALL_{name.upper()}"))
 
 
@@ -40,7 +40,7 @@ def test_a_run_follows_the_lists_of_the_version_that_is_named():
             dtypes[version] = torch.nn.functional.rms_norm(half, (4,)).dtype
     assert dtypes[2, 12] is torch.float32
     assert dtypes[2, 11] is torch.float16
-    assert "rms_norm" not in op_lists.listed((2, 11))
+    assert "rms_norm" not in listed((2, 11))
 
 
 def registered(key):
@@ -51,11 +51,11 @@ def registered(key):
 def test_tables_equal_what_this_torch_registers_for_cuda():
     """The header's macros, and what autocast_mode.cpp and AutocastRNN.cpp add by hand."""
     only_on_cuda = {"cudnn_convolution", "cudnn_convolution_transpose", "_cudnn_rnn", "miopen_rnn"}
-    assert registered("AutocastCUDA") - only_on_cuda - {*op_lists.ever_listed("fp32_by_hand")} == op_lists.listed()
+    assert registered("AutocastCUDA") - only_on_cuda - {*ever_listed("fp32_by_hand")} == listed()
 
 
 def test_ops_of_the_cpu_list_alone_fall_through():
-    ours = {*op_lists.ever_listed("half_on_cuda_alone"), *op_lists.ever_listed("rounded_once_on_cuda")}
+    ours = {*ever_listed("half_on_cuda_alone"), *ever_listed("rounded_once_on_cuda")}
     extra = registered("AutocastCPU") - registered("AutocastCUDA") - ours
     assert "quantile" in extra
     half = torch.rand(4, 4, dtype=torch.float16)
