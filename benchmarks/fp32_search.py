@@ -13,9 +13,8 @@ from torch import nn
 
 from nandoctor.autocast.policy import Policy
 from nandoctor.changes.keep_fp32 import KeepModule
-from nandoctor.engine.call import Call
+from nandoctor.engine.call import Call, Mode
 from nandoctor.engine.runner import FailingStep
-from nandoctor.engine.starting_state import Mode
 from nandoctor.evidence.formats import FP16
 from nandoctor.fixes.budget import TrialBudget
 from nandoctor.fixes.verify import Trials

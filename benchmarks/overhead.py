@@ -30,9 +30,8 @@ from workloads import CUDA, Workload, dump_of, make_encoder, make_unet
 
 import nandoctor
 from nandoctor.autocast.policy import REFERENCE, Policy, apply_policy
-from nandoctor.engine.call import Call
+from nandoctor.engine.call import Call, Mode
 from nandoctor.engine.runner import FailingStep
-from nandoctor.engine.starting_state import Mode
 from nandoctor.evidence.formats import FP16
 from nandoctor.torch_compat import tree_tensors
 from nandoctor.tracing.module_tracer import Tracer

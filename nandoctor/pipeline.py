@@ -39,13 +39,11 @@ from nandoctor.diagnosis.verdict import (
 )
 from nandoctor.dumps.dump import Dump, summarize
 from nandoctor.dumps.recorded_format import Recorded
-from nandoctor.engine.optimizer_slots import measure_slots
 from nandoctor.engine.progress import Progress, listener_of
 from nandoctor.engine.reproduction import Preparation, Replayed, replay_from_reset, replay_plainly, reproduce, run_whole
 from nandoctor.engine.runner import CLOSELY, FailingStep, Watch
-from nandoctor.engine.samples import Symptom, describe_difference, find_guilty
-from nandoctor.engine.spoilers import fails_without, gradients_fail_without
-from nandoctor.engine.updates import trace_update
+from nandoctor.engine.samples import Symptom, describe_difference, fails_without, find_guilty, gradients_fail_without
+from nandoctor.engine.updates import measure_slots, trace_update
 from nandoctor.errors import DumpError, LossError, ModelError
 from nandoctor.evidence.dump_summary import DumpSummary, Environment
 from nandoctor.evidence.formats import FP16

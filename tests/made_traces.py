@@ -6,9 +6,8 @@ import numpy as np
 import torch
 
 from nandoctor.autocast.policy import Policy
-from nandoctor.engine.call import Call
+from nandoctor.engine.call import Call, Mode
 from nandoctor.engine.runner import FailingStep, Watch
-from nandoctor.engine.starting_state import Mode
 from nandoctor.evidence.formats import FP16, FP32
 from nandoctor.evidence.trace import ModuleCall, NonfiniteCounts, TensorStats, Trace
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import nandoctor
 from nandoctor import process_wide, torch_compat
-from nandoctor.engine.checkpoints import open_checkpoints
+from nandoctor.engine.runner import open_checkpoints
 from nandoctor.errors import UnsupportedTorchError
 
 PACKAGE = Path(nandoctor.__file__).parent

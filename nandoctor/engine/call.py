@@ -1,16 +1,26 @@
-"""How a step calls its model: with which batch, and what in that is one sample."""
+"""How a step is called: with which batch, in which precision and mode, with which random numbers and torch switches."""
 
 from __future__ import annotations
 
+import os
+import random
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from torch import nn
 
+from nandoctor.autocast.policy import Policy
+from nandoctor.dumps.classify import unwrapped_name
+from nandoctor.dumps.recorded_format import RandomStates, Recorded
 from nandoctor.dumps.stored_tensor import is_dense
+from nandoctor.process_wide import PerThread, generators_kept, held, is_forked
+from nandoctor.torch_switches import RECORDED, switched
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -86,3 +96,106 @@ def _of_all_samples(batch: Batch) -> list[torch.Tensor]:
     """Return the arrays except those in a list of dicts (`labels.1.boxes`), which are one sample's, if any remain."""
     others = [tensor for name, tensor in batch.items() if not _LISTED.search(name)]
     return others or list(batch.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mode:
+    """The precision in which a step runs, its loss scale and device, and whether its model is in train mode.
+
+    The backward pass is that of the loss x `loss_scale`, or of the loss itself if that is None.
+    """
+
+    policy: Policy
+    loss_scale: float | None = None
+    device: torch.device
+    training: bool = True
+
+    @property
+    def loss_factor(self) -> float:
+        """The factor of the loss in the backward pass."""
+        return self.loss_scale if self.loss_scale is not None else 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Randomness:
+    """Where a run's random numbers come from: a seed; or, if that is None, the random state in the file.
+
+    `states` are those of torch's generators, `host` has numpy's and Python's.
+    """
+
+    seed: int | None = 0
+    states: tuple[torch.Tensor, ...] = ()
+    host: RandomStates = field(default_factory=RandomStates)
+
+
+this_run = PerThread(from_saved_states=False)
+"""`from_saved_states` is True in a run where each call starts from its generator states in the dump."""
+
+
+def restore_generators(states: Iterable[torch.Tensor], host: RandomStates, device: torch.device) -> None:
+    """Restore the saved states of torch's generators, and those of numpy's and Python's in `host`.
+
+    Each of torch's is restored to the generator that it fits by size: the CPU's has thousands of bytes, CUDA's 16.
+    """
+    for state in states:
+        if state.numel() == torch.get_rng_state().numel():
+            torch.set_rng_state(state)
+        elif device.type == "cuda" and state.numel() == torch.cuda.get_rng_state(device).numel():
+            torch.cuda.set_rng_state(state, device)
+    if host.numpy is not None:
+        np.random.set_state(host.numpy)
+    if host.python is not None:
+        random.setstate(host.python)
+
+
+def recorded_backends(recorded: Recorded, device: torch.device) -> AbstractContextManager[None]:
+    """Return a context with the recorded switches, if they were set for the kind of device that the replay is on."""
+    on_device = recorded.autocast is not None and recorded.autocast.device == device.type
+    values = recorded.backends if on_device else {}
+    return switched({name: values[name] for name in RECORDED if name in values and _is_possible(name, values[name])})
+
+
+def _is_possible(name: str, value: Any) -> bool:
+    """Return True if a switch can have this value; torch's warnings about others would quote the file."""
+    if name == "num_threads":  # a forked process has none of its parent's threads
+        return type(value) is int and 0 < value <= (1 if is_forked() else os.cpu_count() or 1)
+    if name == "float32_matmul_precision":
+        return type(value) is str and value in ("highest", "high", "medium")
+    return type(value) is bool
+
+
+@contextmanager
+def in_mode(model: nn.Module, training: bool, recorded: Mapping[str, bool]) -> Iterator[None]:
+    """Put the model in train or eval mode; if that is the recorded mode, every module in its own recorded mode."""
+    with held(*((module, "training", module.training) for module in model.modules())):
+        model.train(training)
+        if recorded.get("") is training:
+            flags = {unwrapped_name(name): flag for name, flag in recorded.items()}
+            for name, module in model.named_modules():
+                module.training = flags.get(unwrapped_name(name), training)
+        yield
+
+
+@contextmanager
+def seeded(randomness: Randomness, device: torch.device) -> Iterator[Callable[[], bool]]:
+    """Seed torch, numpy and Python, and restore all three after; yield a function that tells if torch drew numbers."""
+    seed = randomness.seed
+    with generators_kept(device):
+        random.seed(seed or 0)
+        np.random.seed(seed or 0)
+        # `torch.manual_seed` seeds every device, not only those that are restored after a run. Before CUDA is
+        # initialized it queues a call for each of them, with a traceback that takes milliseconds.
+        torch.default_generator.manual_seed(seed or 0)
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed or 0)
+        if seed is None:
+            restore_generators(randomness.states, randomness.host, device)
+        before = _generator_states(device)
+        with held((this_run, "from_saved_states", seed is None)):
+            yield lambda: any(not torch.equal(a, b) for a, b in zip(before, _generator_states(device), strict=True))
+
+
+def _generator_states(device: torch.device) -> list[torch.Tensor]:
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states

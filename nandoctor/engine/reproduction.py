@@ -17,7 +17,6 @@ from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.dumps.tensors import comparable_values
 from nandoctor.engine.module_state import list_nonfinite_state
 from nandoctor.engine.runner import CLOSELY, MODULES_ONLY, FailingStep, Outcome, Watch
-from nandoctor.engine.saved_outputs import SavedOutputs, are_round
 from nandoctor.engine.user_code import WRONG_CALL
 from nandoctor.errors import DumpError, ModelError
 from nandoctor.evidence.formats import BF16, EDGE, FP16, FP32
@@ -27,6 +26,9 @@ from nandoctor.machine import is_out_of_memory
 from nandoctor.text import are, brief, code, join_first
 from nandoctor.tracing.tensor_stats import all_finite
 from nandoctor.tracing.tensor_tree import walk_tensors
+
+_BITS_OF_ANY = 5
+"""bf16 has 8 significant bits; a value rounded to 8 bits fits 5 with a chance of one in eight."""
 
 AUTOCAST_NAMES = ("autocast", "amp", "use_amp")
 """What scripts call a number in their file that says whether autocast was on."""
@@ -41,80 +43,36 @@ _GRADE_RANK = {"exact": 0, "same-mask": 1, "elsewhere": 2, "no-reference": 3, "f
 _HALF = (FP16, BF16)
 
 
-def grade(saved: tuple[str, torch.Tensor] | None, output: Any, key: str | None = None) -> Reproduction:
-    """Compare the saved array with its counterpart in `output`; `no-reference` if either is missing.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedOutputs:
+    """The `names` of the arrays that are not inputs, and `graded`, the name and values of the one to compare with.
 
-    The counterpart is the leaf at that very place (`logit.1` in a tuple saved as `logit`), else the field of that name
-    (`logit` also finds `logits`), else the only tensor of that shape, or of the same but for dimensions of size 1.
+    `field` is the user's name for the matching field of the model's output, or its exact place there if the recorder
+    noted it. If no name shows which is the output, one of `perhaps`, which nothing else claims, counts as it if the
+    replay agrees; and one of `read`, which the loss reads by name, if the output has a field of that name.
     """
-    if saved is None:
-        return Reproduction(grade="no-reference")
-    name, reference = saved[0], saved[1].detach()
-    if not is_dense(reference):  # the dense form of a sparse one may be far larger than the file
-        return Reproduction(grade="no-reference", output=name)
-    found = ((path, leaf.detach()) for path, leaf in walk_tensors(output))
-    leaves = {path: leaf for path, leaf in found if not leaf.is_nested and leaf.layout == torch.strided}
-    path = _find_counterpart(key or name, reference, leaves)
-    if path is None:
-        return Reproduction(grade="no-reference", output=name)
-    leaf = leaves[path].to("cpu").reshape(reference.shape)
-    replayed, reference = comparable_values(leaf.to(reference.dtype)), comparable_values(reference)
-    # Values that only the cast to a narrower format makes infinite are finite in the replay.
-    saved_nonfinite, replayed_nonfinite = ~torch.isfinite(reference), ~torch.isfinite(comparable_values(leaf))
-    if replayed_nonfinite.shape != reference.shape:  # complex numbers are compared as two
-        replayed_nonfinite = ~torch.isfinite(replayed)
-    both = ~(saved_nonfinite | replayed_nonfinite) & torch.isfinite(replayed)
-    return Reproduction(
-        grade=_judge(reference, replayed, saved_nonfinite, replayed_nonfinite),
-        output=name,
-        num_bad_saved=int(saved_nonfinite.sum()),
-        num_bad_replayed=int(replayed_nonfinite.sum()),
-        numel=reference.numel(),
-        max_rel_err=_max_relative_error(replayed[both], reference[both]),
-    )
+
+    names: tuple[str, ...]
+    graded: tuple[str, torch.Tensor] | None = None
+    field: str | None = None
+    perhaps: tuple[tuple[str, torch.Tensor], ...] = ()
+    read: tuple[tuple[str, torch.Tensor], ...] = ()
+
+    @property
+    def array(self) -> torch.Tensor | None:
+        """The saved array to compare with; None if there is none, or only a single number."""
+        return self.graded[1] if self.graded is not None and self.graded[0] in self.names else None
 
 
-def _find_counterpart(name: str, reference: torch.Tensor, leaves: Mapping[str, torch.Tensor]) -> str | None:
-    if name in leaves and leaves[name].shape == reference.shape:
-        return name
-    fitting = [path for path, leaf in leaves.items() if _squeezed(leaf) == _squeezed(reference)]
-    # Places in an output as a dump names them: `hidden.2` for `hidden[2]`.
-    dotted = {path: path.replace("[", ".").replace("]", "").lstrip(".") for path in fitting}
-    placed = [path for path in fitting if f".{name}".endswith(f".{dotted[path]}")]
-    if placed:
-        return max(placed, key=len)
-    named = [path for path in fitting if path.rpartition(".")[2].rstrip("s") == name.rpartition(".")[2].rstrip("s")]
-    choices = named or [path for path in fitting if leaves[path].shape == reference.shape] or fitting
-    return choices[0] if len(choices) == 1 else None
+def is_flags(array: torch.Tensor) -> bool:
+    """Return True if an array holds only zeros and ones."""
+    return bool(((array == 0) | (array == 1)).all())
 
 
-def _squeezed(tensor: torch.Tensor) -> tuple[int, ...]:
-    return tuple(size for size in tensor.shape if size != 1)
-
-
-def _judge(
-    reference: torch.Tensor, replayed: torch.Tensor, saved_nonfinite: torch.Tensor, replayed_nonfinite: torch.Tensor
-) -> Grade:
-    if torch.equal(saved_nonfinite, replayed_nonfinite):
-        same = torch.where(torch.isnan(reference), torch.isnan(replayed), replayed == reference)
-        return "exact" if bool(same.all()) else "same-mask"
-    return "elsewhere" if bool(replayed_nonfinite.any()) else "finite"
-
-
-def _max_relative_error(replayed: torch.Tensor, reference: torch.Tensor) -> float | None:
-    """Return the largest difference relative to the largest number; without numbers that stand for -inf in both."""
-    meant = _is_edge(replayed) & _is_edge(reference) & (replayed.sign() == reference.sign())
-    replayed, reference = replayed[~meant], reference[~meant]
-    if not reference.numel():
-        return None
-    largest = reference.double().abs().max()
-    difference = (replayed.double() - reference.double()).abs().max()
-    return float(difference / largest) if largest > 0 else float(difference)
-
-
-def _is_edge(values: torch.Tensor) -> torch.Tensor:
-    magnitude = values.abs()
-    return ((magnitude >= EDGE * FP16.max) & (magnitude <= FP16.max)) | (magnitude >= EDGE * FP32.max)
+def are_round(values: torch.Tensor) -> torch.Tensor:
+    """Return a mask of the values that fit so few bits, as zeros and counts do, that they do not show their format."""
+    fractions: torch.Tensor = torch.frexp(values.double())[0]
+    return torch.eq((fractions * 2**_BITS_OF_ANY) % 1, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -438,3 +396,79 @@ def _require_field(name: str, output: Any) -> None:
 def _agrees(reproduction: Reproduction) -> bool:
     close = (reproduction.max_rel_err or 0.0) <= CLOSE_ENOUGH
     return reproduction.grade == "exact" or (reproduction.grade == "same-mask" and close)
+
+
+def grade(saved: tuple[str, torch.Tensor] | None, output: Any, key: str | None = None) -> Reproduction:
+    """Compare the saved array with its counterpart in `output`; `no-reference` if either is missing.
+
+    The counterpart is the leaf at that very place (`logit.1` in a tuple saved as `logit`), else the field of that name
+    (`logit` also finds `logits`), else the only tensor of that shape, or of the same but for dimensions of size 1.
+    """
+    if saved is None:
+        return Reproduction(grade="no-reference")
+    name, reference = saved[0], saved[1].detach()
+    if not is_dense(reference):  # the dense form of a sparse one may be far larger than the file
+        return Reproduction(grade="no-reference", output=name)
+    found = ((path, leaf.detach()) for path, leaf in walk_tensors(output))
+    leaves = {path: leaf for path, leaf in found if not leaf.is_nested and leaf.layout == torch.strided}
+    path = _find_counterpart(key or name, reference, leaves)
+    if path is None:
+        return Reproduction(grade="no-reference", output=name)
+    leaf = leaves[path].to("cpu").reshape(reference.shape)
+    replayed, reference = comparable_values(leaf.to(reference.dtype)), comparable_values(reference)
+    # Values that only the cast to a narrower format makes infinite are finite in the replay.
+    saved_nonfinite, replayed_nonfinite = ~torch.isfinite(reference), ~torch.isfinite(comparable_values(leaf))
+    if replayed_nonfinite.shape != reference.shape:  # complex numbers are compared as two
+        replayed_nonfinite = ~torch.isfinite(replayed)
+    both = ~(saved_nonfinite | replayed_nonfinite) & torch.isfinite(replayed)
+    return Reproduction(
+        grade=_judge(reference, replayed, saved_nonfinite, replayed_nonfinite),
+        output=name,
+        num_bad_saved=int(saved_nonfinite.sum()),
+        num_bad_replayed=int(replayed_nonfinite.sum()),
+        numel=reference.numel(),
+        max_rel_err=_max_relative_error(replayed[both], reference[both]),
+    )
+
+
+def _find_counterpart(name: str, reference: torch.Tensor, leaves: Mapping[str, torch.Tensor]) -> str | None:
+    if name in leaves and leaves[name].shape == reference.shape:
+        return name
+    fitting = [path for path, leaf in leaves.items() if _squeezed(leaf) == _squeezed(reference)]
+    # Places in an output as a dump names them: `hidden.2` for `hidden[2]`.
+    dotted = {path: path.replace("[", ".").replace("]", "").lstrip(".") for path in fitting}
+    placed = [path for path in fitting if f".{name}".endswith(f".{dotted[path]}")]
+    if placed:
+        return max(placed, key=len)
+    named = [path for path in fitting if path.rpartition(".")[2].rstrip("s") == name.rpartition(".")[2].rstrip("s")]
+    choices = named or [path for path in fitting if leaves[path].shape == reference.shape] or fitting
+    return choices[0] if len(choices) == 1 else None
+
+
+def _squeezed(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tuple(size for size in tensor.shape if size != 1)
+
+
+def _judge(
+    reference: torch.Tensor, replayed: torch.Tensor, saved_nonfinite: torch.Tensor, replayed_nonfinite: torch.Tensor
+) -> Grade:
+    if torch.equal(saved_nonfinite, replayed_nonfinite):
+        same = torch.where(torch.isnan(reference), torch.isnan(replayed), replayed == reference)
+        return "exact" if bool(same.all()) else "same-mask"
+    return "elsewhere" if bool(replayed_nonfinite.any()) else "finite"
+
+
+def _max_relative_error(replayed: torch.Tensor, reference: torch.Tensor) -> float | None:
+    """Return the largest difference relative to the largest number; without numbers that stand for -inf in both."""
+    meant = _is_edge(replayed) & _is_edge(reference) & (replayed.sign() == reference.sign())
+    replayed, reference = replayed[~meant], reference[~meant]
+    if not reference.numel():
+        return None
+    largest = reference.double().abs().max()
+    difference = (replayed.double() - reference.double()).abs().max()
+    return float(difference / largest) if largest > 0 else float(difference)
+
+
+def _is_edge(values: torch.Tensor) -> torch.Tensor:
+    magnitude = values.abs()
+    return ((magnitude >= EDGE * FP16.max) & (magnitude <= FP16.max)) | (magnitude >= EDGE * FP32.max)

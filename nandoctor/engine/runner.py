@@ -14,32 +14,37 @@ from torch import nn
 
 from nandoctor.autocast.policy import EXACT, Policy, apply_policy, kernels_kept
 from nandoctor.dumps.recorded_format import Recorded
-from nandoctor.engine import interventions, user_code
-from nandoctor.engine.call import Batch, Call
-from nandoctor.engine.checkpoints import open_checkpoints
-from nandoctor.engine.kept_state import restored
+from nandoctor.engine import user_code
+from nandoctor.engine.call import Batch, Call, Mode, Randomness, in_mode, recorded_backends, seeded
+from nandoctor.engine.interventions import (
+    changed_batch,
+    choose_mode,
+    intervene,
+    loss_in_fp32,
+    printed_changes,
+    select_samples,
+)
 from nandoctor.engine.module_state import (
     copied_input,
     draw_in_fp32,
     is_large,
     known_tensors,
     list_nonfinite_state,
+    restored,
     run_backward,
     widen_tensors,
     with_nonfinite_state,
 )
-from nandoctor.engine.printed_changes import changed_batch, printed_changes
 from nandoctor.engine.progress import Listener
-from nandoctor.engine.project import Project
-from nandoctor.engine.starting_state import Mode, Randomness, in_mode, recorded_backends, seeded
+from nandoctor.engine.user_code import Project
 from nandoctor.errors import UnsupportedTorchError
 from nandoctor.evidence.edits import Change, flatten
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import ModuleCall, Place, TensorStats, Trace
 from nandoctor.file_memory import kept_in_files
 from nandoctor.machine import is_out_of_memory
-from nandoctor.process_wide import collection_paused
-from nandoctor.torch_compat import plain_torch
+from nandoctor.process_wide import PerThread, Shared, collection_paused, held, patched
+from nandoctor.torch_compat import CHECKPOINT_APPLY, plain_torch
 from nandoctor.tracing.dispatch_hook import (
     Invocation,
     Proceed,
@@ -158,7 +163,7 @@ class FailingStep:
         """
         step = replace(self if policy is None else self.under(policy), changes=(*self.changes, *changes))
         self.progress.begin(f"{watch.stage} {_STAGES.get(step.mode.policy.label, 'under autocast')}")
-        step = replace(step, mode=interventions.choose_mode(flatten(step.changes), step.mode))
+        step = replace(step, mode=choose_mode(flatten(step.changes), step.mode))
         with self.project.running():
             outcome = _run(step, watch)
         self.progress.end(sum(call.leave is not None for call in outcome.trace.calls))
@@ -193,7 +198,7 @@ def _record(step: FailingStep, watch: Watch, *, grad: bool) -> tuple[Outcome, Ex
 
 
 def _record_once(step: FailingStep, watch: Watch, grad: bool, large: bool) -> tuple[Outcome, Exception | None]:
-    mode, call = step.mode, interventions.select_samples(flatten(step.changes), step.call)
+    mode, call = step.mode, select_samples(flatten(step.changes), step.call)
     batch = changed_batch(step.changes, call.batch)
     call = replace(call, batch={name: copied_input(tensor, mode.policy.wider) for name, tensor in batch.items()})
     with in_mode(step.model, mode.training, step.recorded.training):
@@ -246,7 +251,7 @@ class _RecordedRun:
             recorded_backends(step.recorded, mode.device),
             apply_policy(mode.policy, mode.device),
             intercepting(draw_in_fp32) if mode.policy is EXACT else nullcontext(),
-            interventions.intervene(self._edits, step.model, mode.device, self.modules.owner),
+            intervene(self._edits, step.model, mode.device, self.modules.owner),
         ):
             started = time.perf_counter()
             self._execute()
@@ -320,5 +325,33 @@ class _RecordedRun:
             if step.loss is not None:
                 if ops is not None:
                     ops.phase = "loss"
-                with interventions.loss_in_fp32(self._edits, device) as widen:
+                with loss_in_fp32(self._edits, device) as widen:
                     self.loss = user_code.compute_loss(step.loss, widen(self.output), call.batch, device=device)
+
+
+_checkpoints = PerThread(opened=False)
+"""`opened` is True while this thread's reentrant checkpoints run as plain calls."""
+
+
+@contextmanager
+def open_checkpoints() -> Iterator[None]:
+    """Run this thread's reentrant checkpoints as plain calls while the context is open.
+
+    Their backward recomputes the block in a graph of its own, and would show all of it as one CheckpointFunction.
+    A block without an input that needs a gradient is left alone: the checkpoint gives it none.
+    """
+    with held((_checkpoints, "opened", True)), _checkpoint_patch:
+        yield
+
+
+def _apply_opened(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        needs_gradient = any(isinstance(argument, torch.Tensor) and argument.requires_grad for argument in args)
+        if needs_gradient and _checkpoints.opened:
+            return function(*args)
+        return checkpoint(function, preserve_rng_state, *args)
+
+    return apply
+
+
+_checkpoint_patch = Shared(lambda: patched([(CHECKPOINT_APPLY, _apply_opened)]))

@@ -25,8 +25,8 @@ from nandoctor.changes.running_op import RunningOp, is_tensor
 from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.engine.call import Call
 from nandoctor.engine.module_state import is_large
+from nandoctor.engine.reproduction import is_flags
 from nandoctor.engine.runner import FailingStep
-from nandoctor.engine.saved_outputs import is_flags
 from nandoctor.evidence.edits import Change, Edit, OpSite, SingleEdit, flatten
 from nandoctor.evidence.trace import SourceLine
 from nandoctor.fixes.agreement import TOLERANCE, Result, gradient_error, in_pieces, largest_of

@@ -13,8 +13,8 @@ from nandoctor.diagnosis.verdict import doubt_gradients
 from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.engine.call import Batch, Call
 from nandoctor.engine.module_state import is_large
+from nandoctor.engine.reproduction import is_flags
 from nandoctor.engine.runner import FailingStep, Watch
-from nandoctor.engine.saved_outputs import is_flags
 from nandoctor.errors import LossError, ModelError
 from nandoctor.tracing.tensor_tree import walk_tensors
 

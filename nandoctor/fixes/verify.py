@@ -14,8 +14,8 @@ import torch
 from nandoctor.autocast.policy import REFERENCE, Policy
 from nandoctor.changes.batch import KeepSamples
 from nandoctor.changes.setting import UseFormat
+from nandoctor.engine.interventions import CannotRunError
 from nandoctor.engine.module_state import is_large
-from nandoctor.engine.printed_changes import CannotRunError
 from nandoctor.engine.runner import FailingStep, Watch
 from nandoctor.engine.user_code import is_wrong_call
 from nandoctor.errors import LossError, ModelError

@@ -16,7 +16,7 @@ from nandoctor.changes.editor import Library
 from nandoctor.changes.keep_fp32 import KeepModule, modules_in_fp32
 from nandoctor.changes.places import cell_name
 from nandoctor.changes.source_writer import Probed, SourceWriter
-from nandoctor.engine.printed_changes import reachable
+from nandoctor.engine.interventions import reachable
 from nandoctor.evidence.edits import (
     Edit,
     PrintedChange,

@@ -25,8 +25,15 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from nandoctor.dumps.array_roles import is_extra_state
-from nandoctor.engine.project import Project, folder_of, in_project
-from nandoctor.engine.user_code import explain_import, explain_memory, kept_running, raised_at
+from nandoctor.engine.user_code import (
+    Project,
+    explain_import,
+    explain_memory,
+    folder_of,
+    in_project,
+    kept_running,
+    raised_at,
+)
 from nandoctor.errors import ModelError
 from nandoctor.file_memory import cast_to_file
 from nandoctor.machine import is_out_of_memory

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from nandoctor.dumps.packing import fill
 from nandoctor.dumps.recorded_format import Call, Recorded
-from nandoctor.engine.starting_state import restore_generators, this_run
+from nandoctor.engine.call import restore_generators, this_run
 from nandoctor.errors import ModelError
 from nandoctor.step.binding import Binding, spell
 from nandoctor.torch_compat import unobserved

@@ -18,8 +18,7 @@ from nandoctor.dumps.packing import fill
 from nandoctor.dumps.recorded_format import Autocast
 from nandoctor.dumps.tensors import comparable_values
 from nandoctor.dumps.trees import Slot, slots
-from nandoctor.engine.reproduction import AUTOCAST_NAMES
-from nandoctor.engine.saved_outputs import SavedOutputs, are_round
+from nandoctor.engine.reproduction import AUTOCAST_NAMES, SavedOutputs, are_round
 from nandoctor.errors import DumpError
 from nandoctor.evidence.formats import BF16, FORMATS, FP16, FloatFormat
 from nandoctor.step.binding import Offer, required_names

@@ -22,8 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from nandoctor.engine.project import Project
-from nandoctor.engine.user_code import explain_import, explain_memory, kept_running, raised_at
+from nandoctor.engine.user_code import Project, explain_import, explain_memory, kept_running, raised_at
 from nandoctor.errors import ModelError
 from nandoctor.machine import is_out_of_memory
 from nandoctor.process_wide import held

@@ -24,14 +24,12 @@ from nandoctor.dumps.array_roles import role_of
 from nandoctor.dumps.code_request import read_option
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.recorded_format import RandomStates
-from nandoctor.engine.call import Call
+from nandoctor.engine.call import Call, Mode, Randomness
 from nandoctor.engine.module_state import LARGE_NBYTES, nonfinite_in
 from nandoctor.engine.progress import Listener
-from nandoctor.engine.project import project_of
-from nandoctor.engine.reproduction import Preparation
+from nandoctor.engine.reproduction import Preparation, SavedOutputs
 from nandoctor.engine.runner import FailingStep
-from nandoctor.engine.saved_outputs import SavedOutputs
-from nandoctor.engine.starting_state import Mode, Randomness
+from nandoctor.engine.user_code import project_of
 from nandoctor.errors import ModelError, NanDoctorError
 from nandoctor.machine import memory_of, return_freed_memory
 from nandoctor.step.binding import Binding, bind_inputs, find_bindings

@@ -12,7 +12,7 @@ from trainings import Gambler
 
 import nandoctor
 from nandoctor import Recorder, cuda_autocast
-from nandoctor.engine.project import project_of
+from nandoctor.engine.user_code import project_of
 
 SCRIPT = """
 import torch, torch.nn as nn, torch.nn.functional as F, nandoctor

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention as attend
 from nandoctor.diagnosis.dimensions import name_dimensions
 from nandoctor.diagnosis.eps_audit import audit
 from nandoctor.dumps.optimizer_state import SecondMoment
-from nandoctor.engine.optimizer_slots import measure_slots
+from nandoctor.engine.updates import measure_slots
 from nandoctor.evidence.formats import FP16
 
 HEADS, CHANNELS = 2, 8

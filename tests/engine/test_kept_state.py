@@ -13,9 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import nandoctor
 from nandoctor.dumps.reader import read_dump
-from nandoctor.engine import kept_state
-from nandoctor.engine.kept_state import restored
-from nandoctor.engine.module_state import run_backward
+from nandoctor.engine import module_state
+from nandoctor.engine.module_state import restored, run_backward
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 SHARED = {"seen": 0}
@@ -78,8 +77,8 @@ WRITES = {
 
 def watch_writes(monkeypatch):
     """Copy nothing before the run, as with a large model."""
-    monkeypatch.setattr(kept_state, "_WATCHED_NBYTES", 0)
-    monkeypatch.setattr(kept_state, "_SMALL_NBYTES", 0)
+    monkeypatch.setattr(module_state, "_WATCHED_NBYTES", 0)
+    monkeypatch.setattr(module_state, "_SMALL_NBYTES", 0)
 
 
 def run(model, seed, context):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import nandoctor
-from nandoctor.engine.project import Project
+from nandoctor.engine.user_code import Project
 from nandoctor.step.model_loading import find_attribute
 from nandoctor.torch_compat import FP32_PRODUCTS
 from nandoctor.torch_switches import read_switches

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from nandoctor.changes.places import cell_name
-from nandoctor.engine.printed_changes import printed_changes
+from nandoctor.engine.interventions import printed_changes
 from nandoctor.evidence.edits import ChangedFile, SourcePatch
 
 CELL = """

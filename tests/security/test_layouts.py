@@ -16,7 +16,7 @@ from nandoctor.dumps.dump import summarize
 from nandoctor.dumps.reader import read_dump
 from nandoctor.dumps.recorded_format import Autocast, Recorded
 from nandoctor.dumps.writer import write_dump
-from nandoctor.engine.starting_state import recorded_backends
+from nandoctor.engine.call import recorded_backends
 from nandoctor.errors import DumpError, NanDoctorError
 
 

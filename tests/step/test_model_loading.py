@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nandoctor.dumps.dump import Dump
-from nandoctor.engine.project import Project
+from nandoctor.engine.user_code import Project
 from nandoctor.errors import ModelError
 from nandoctor.step.memory import Unfilled
 from nandoctor.step.model_loading import build_model, find_attribute, load_state
