@@ -16,16 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from nandoctor.capture.dump_contents import describe, fit_into
+from nandoctor.capture.dump_contents import describe, describe_training, fit_into
+from nandoctor.capture.environment import unwrap_model
 from nandoctor.capture.hooks import AFTER_UPDATE, BEFORE_UPDATE, Hook, attach, do_nothing, scout_autocast
-from nandoctor.capture.joined import can_join
-from nandoctor.capture.model_rebuild import describe_training
 from nandoctor.capture.observer import Observer
-from nandoctor.capture.sharding import refuse_unknown
-from nandoctor.capture.source_info import unwrap_model
 from nandoctor.capture.step import RecordedStep, held, pack_call
 from nandoctor.capture.step_policy import OnSave, StepHistory, StepPolicy
 from nandoctor.capture.step_tracker import StepTracker
+from nandoctor.capture.tensors import can_join, refuse_unknown
 from nandoctor.capture.updates import UNDO_NBYTES
 from nandoctor.dumps.packing import pack
 from nandoctor.dumps.stored_tensor import is_dense

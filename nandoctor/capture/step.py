@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from nandoctor.capture.async_flags import Flag
 from nandoctor.capture.environment import describe_generators
-from nandoctor.capture.observer import StateBefore
-from nandoctor.capture.snapshots import Stamp
+from nandoctor.capture.observer import Stamp, StateBefore
+from nandoctor.capture.tensors import Flag
 from nandoctor.capture.updates import Update
 from nandoctor.dumps.packing import Packed, pack
 from nandoctor.dumps.recorded_format import RandomStates

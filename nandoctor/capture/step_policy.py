@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nandoctor.capture.environment import read_rank
-from nandoctor.capture.source_info import is_typed
+from nandoctor.capture.environment import is_typed, read_rank
 from nandoctor.capture.step import RecordedStep
 from nandoctor.dumps.writer import remove_orphans, write_dump
 from nandoctor.errors import NonFiniteTrainingError

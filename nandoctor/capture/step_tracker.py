@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import os
+import traceback
 from collections.abc import Callable, Mapping
+from itertools import dropwhile
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from nandoctor.capture.async_flags import Flag, flag_magnitude, flag_nonfinite
 from nandoctor.capture.hooks import Hook
 from nandoctor.capture.observer import Observer
-from nandoctor.capture.raised import is_for_nonfinite
 from nandoctor.capture.step import RecordedStep, held, pack_call
 from nandoctor.capture.step_policy import StepPolicy
+from nandoctor.capture.tensors import Flag, can_join, flag_magnitude, flag_nonfinite
 from nandoctor.capture.updates import Trainers, Update
 from nandoctor.dumps.packing import Packed, copied, pack
 from nandoctor.errors import NonFiniteTrainingError
-from nandoctor.torch_compat import backward_under_way, read_loss_scale
+from nandoctor.torch_compat import backward_under_way, is_wrapped, read_loss_scale, tree_tensors
 
 _MAX_UNMARKED_CALLS = 16
 """Most calls of a step whose beginning the loop does not mark: forwards without `watch` may go on forever."""
@@ -275,7 +277,7 @@ class StepTracker:
         """Decide on all steps left: the loop may have raised an error because of gradients, before their update."""
         self._forget_if_forked()
         step, self.current, self._ended = self._latest, None, None
-        if step is not None and step.running and Hook(is_for_nonfinite)(error):
+        if step is not None and step.running and Hook(_is_for_nonfinite)(error):
             step.flags.append(Flag(1.0))
         elif step is not None and not step.flags and step.returned:
             self.watch(step, None, ask_all=False)  # the other ranks do not take part
@@ -300,3 +302,24 @@ class StepTracker:
             self.current = self._ended = None
             self._on_stop()
             raise
+
+
+def _is_for_nonfinite(error: BaseException | None) -> bool:
+    """Return True if a forward raised the error and its local variables show a NaN or +Inf computed from weights.
+
+    -Inf alone may come from a mask. Also True for a FloatingPointError.
+    """
+    if not isinstance(error, Exception):
+        return False
+    call = nn.Module.__call__.__code__
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    inside = list(dropwhile(lambda frame: frame.f_code is not call, frames))
+    tensors = filter(_is_readable, tree_tensors([list(frame.f_locals.values()) for frame in inside]))
+    is_shown = any(not (tensor < math.inf).all() for tensor in tensors if tensor.requires_grad)
+    return bool(inside) and (is_shown or isinstance(error, FloatingPointError))
+
+
+def _is_readable(value: Any) -> bool:
+    """Return True for a plain tensor of floats wider than a byte, which can be read without asking another rank."""
+    is_dense = can_join(value) and not (is_wrapped(value) or value.is_nested or value.is_meta)
+    return is_dense and value.is_floating_point() and value.element_size() > 1

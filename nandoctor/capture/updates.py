@@ -14,9 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from nandoctor.capture.async_flags import Flag
-from nandoctor.capture.joined import JoinOrder, can_join, largest_magnitude, plain_part
-from nandoctor.capture.sharding import is_sharded, local_part
+from nandoctor.capture.tensors import Flag, JoinOrder, can_join, is_sharded, largest_magnitude, local_part, plain_part
 from nandoctor.machine import memory_of
 from nandoctor.torch_compat import copy_tensors
 

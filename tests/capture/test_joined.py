@@ -15,8 +15,8 @@ from trainings import loss_of, make_batch, make_model
 import nandoctor
 from nandoctor import Recorder, cuda_autocast
 from nandoctor.capture.environment import Generators
-from nandoctor.capture.joined import JoinOrder
-from nandoctor.capture.snapshots import StateKeeper
+from nandoctor.capture.observer import StateKeeper
+from nandoctor.capture.tensors import JoinOrder
 from nandoctor.dumps.reader import read_dump
 
 TENSORS = [

@@ -11,7 +11,7 @@ from loops import LOOPS, Run, adam, loss_of
 from torch import nn
 
 import nandoctor
-from nandoctor.capture.async_flags import Flag
+from nandoctor.capture.tensors import Flag
 from nandoctor.dumps.reader import read_dump
 
 CAUSES = {"loss": "division-by-zero", "gradients": "gradient-singularity", "update": "nonfinite-update"}

@@ -9,7 +9,7 @@ from torch import nn
 
 import nandoctor
 from nandoctor import Recorder
-from nandoctor.capture.async_flags import Flag
+from nandoctor.capture.tensors import Flag
 from nandoctor.dumps.reader import read_dump
 
 
