@@ -10,7 +10,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from nandoctor.dumps.code_request import read_option
+from nandoctor.dumps.recorded_format import read_option
 from nandoctor.errors import NanDoctorError
 from nandoctor.step.settings import OPTIONS, Option, OptionGroup, check_setting
 from nandoctor.views.save import check_ending, is_replaceable

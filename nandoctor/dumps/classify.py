@@ -1,14 +1,14 @@
-"""Sorts the contents of a file into weights, arrays and plain values."""
+"""Sorts the contents of a file into weights, arrays and plain values, and tells what their names usually mean."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from nandoctor.dumps.array_roles import is_bookkeeping, is_extra_state, is_random_state
-from nandoctor.dumps.optimizer_state import SecondMoment, read_second_moments
 from nandoctor.dumps.recorded_format import Recorded, get, read_generator, read_recorded
 from nandoctor.dumps.stored_tensor import (
     PickledArray,
@@ -16,16 +16,19 @@ from nandoctor.dumps.stored_tensor import (
     TorchName,
     is_array,
     is_bytes,
+    is_dense,
     is_tensor,
     why_unread,
 )
 from nandoctor.dumps.trees import AS_WRITTEN, KIND, MAX_NAME, Slot, name_tensors, too_large
 from nandoctor.errors import DumpError
-from nandoctor.text import brief, brief_list, byte_size
+from nandoctor.evidence.dump_summary import Role
+from nandoctor.text import brief, brief_list, byte_size, dtype_name
 from nandoctor.trees import BEYOND, MAX_DEPTH, PLAIN, walk
 
 if TYPE_CHECKING:
     import torch
+
 
 # Parts that DataParallel, torch.compile, FSDP and activation checkpointing add to the paths of modules that they wrap.
 _WRAPPED_PARTS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -323,3 +326,121 @@ def _describe(value: object) -> str:
         return "one tensor"
     kind = brief(getattr(value, "kind", "") or type(value).__name__)
     return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
+
+
+_ROLE_NAMES: dict[Role, frozenset[str]] = {
+    "input": frozenset(
+        """image images img imgs input inputs x pixels pixel_values input_ids input_values input_features inputs_embeds
+        token_ids tokens token_type_ids position_ids attention_mask key_padding_mask padding_mask input_mask src
+        decoder_input_ids decoder_attention_mask audio waveform spectrogram video frames text data samples features
+        noisy latents timesteps points""".split()
+    ),
+    "target": frozenset(
+        """target targets label labels y y_true mask masks gt ground_truth truth annotation annotations
+        segmentation""".split()
+    ),
+    "output": frozenset(
+        """output outputs out logit logits pred preds predicted prediction predictions y_hat y_pred prob probs
+        probabilities score scores last_hidden_state""".split()
+    ),
+}
+"""By role, the commonest first: in a compound name ("pred_boxes", "mask_logits") the rarer one decides."""
+
+_BOOKKEEPING = frozenset("optim optimizer optimizers sched scheduler schedulers callbacks loops rng".split())
+
+
+def role_of(name: str) -> Role:
+    """Return the usual role of an array with this name; the outermost known part of a dotted name decides."""
+    parts = _parts(name)
+    by_part = (role for part in parts for role, names in _ROLE_NAMES.items() if part in names)
+    words = {word for part in parts for word in part.split("_") if len(word) > 1}  # single letters are ignored
+    by_word = (role for role in reversed(_ROLE_NAMES) if words & _ROLE_NAMES[role])
+    return next(chain(by_part, by_word), "unknown")
+
+
+def is_loss(name: str) -> bool:
+    """Return True for the name of a loss: "loss", "train_loss", "losses.total", but not "loss_scale"."""
+    words = set(re.split(r"[\W_]+", name.lower()))
+    return bool(words & {"loss", "losses"}) and not words & {"scale", "scaler", "weight", "best", "min"}
+
+
+def is_extra_state(name: object) -> bool:
+    """Return True for the key under which nn.Module.state_dict stores the result of get_extra_state."""
+    return isinstance(name, str) and name.rpartition(".")[2] == "_extra_state"
+
+
+def is_bookkeeping(name: str) -> bool:
+    """Return True for the state of an optimizer, scheduler, random generator or trainer: not part of a batch."""
+    return any(_BOOKKEEPING.intersection(part.split("_")) for part in _parts(name))
+
+
+def is_random_state(name: str) -> bool:
+    """Return True for the saved state of a random generator."""
+    return any("rng" in part.split("_") for part in _parts(name))
+
+
+def _parts(name: str) -> list[str]:
+    """Return the dotted parts in snake_case, without numbering: "inputImage.0" gives ["input_image"]."""
+    snake = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
+    parts = (re.sub(r"[_\d]+$", "", part.replace("-", "_")) for part in snake.split("."))
+    return [part for part in parts if part]
+
+
+_DTYPES = ("float16", "bfloat16", "float32", "float64")
+# Their names in torch.optim: in the amsgrad variants; in Adam, AdamW, NAdam and RAdam; in RMSprop; in Adagrad. The root
+# is taken of the first one that is there.
+_MOMENT_NAMES = ("max_exp_avg_sq", "exp_avg_sq", "square_avg", "sum")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecondMoment:
+    """The running mean of the squared gradients of one parameter.
+
+    `index` counts the optimizer's parameters from 0; `name` is the parameter's if the optimizer was given names, else
+    "". `eps` is what the optimizer adds to the root, in the format of `values`. `decay` is the mean's, 0 for a sum.
+    """
+
+    index: int = 0
+    name: str
+    eps: float
+    values: torch.Tensor
+    decay: float = 0.0
+
+
+def read_second_moments(state: object, groups: object) -> tuple[SecondMoment, ...]:
+    """Return the second moments in an optimizer's state, in its order; malformed entries are skipped.
+
+    State and groups name the parameters by their numbers, as a state dict does, or by their names. torch lets a
+    parameter be in one group only, so further mentions of it are skipped too. Fused optimizers are left out: their
+    kernels keep root and eps in fp32, whatever the format of the weights.
+    """
+    if not isinstance(state, Mapping) or not isinstance(groups, (list, tuple)):
+        return ()
+    first: dict[int | str, SecondMoment] = {}
+    for group in (group for group in groups if isinstance(group, Mapping)):
+        for key, moment in _of_group(group, state):
+            first.setdefault(key, moment)
+    return tuple(
+        replace(moment, index=key if isinstance(key, int) else number)
+        for number, (key, moment) in enumerate(first.items())
+    )
+
+
+def _of_group(
+    group: Mapping[object, object], state: Mapping[object, object]
+) -> Iterator[tuple[int | str, SecondMoment]]:
+    eps, keys, names = group.get("eps"), group.get("params"), group.get("param_names")
+    betas = group.get("betas")  # of Adam; RMSprop has an alpha, and Adagrad sums without decay
+    decay = betas[1] if isinstance(betas, (tuple, list)) and len(betas) == 2 else group.get("alpha")
+    decay = decay if isinstance(decay, float) and 0 <= decay < 1 else 0.0
+    if not isinstance(eps, float) or not isinstance(keys, list) or group.get("fused") is True:
+        return
+    for position, key in enumerate(keys):
+        slots = state.get(key) if isinstance(key, (int, str)) else None
+        if not isinstance(slots, Mapping):
+            continue
+        values = next((slots[name] for name in _MOMENT_NAMES if is_tensor(slots.get(name))), None)
+        if is_dense(values) and dtype_name(values.dtype) in _DTYPES:
+            name = names[position] if isinstance(names, list) and position < len(names) else key
+            named = name if isinstance(name, str) else ""
+            yield key, SecondMoment(name=named, eps=eps, values=values, decay=decay)

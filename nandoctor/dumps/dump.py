@@ -8,10 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nandoctor.dumps.array_roles import is_loss, role_of
-from nandoctor.dumps.code_request import code_rows
-from nandoctor.dumps.optimizer_state import SecondMoment
-from nandoctor.dumps.recorded_format import FORMAT, Recorded
+from nandoctor.dumps.classify import SecondMoment, is_loss, role_of
+from nandoctor.dumps.recorded_format import FORMAT, Recorded, code_rows
 from nandoctor.dumps.signature import Provenance
 from nandoctor.dumps.stored_tensor import StoredTensor
 from nandoctor.evidence.dump_summary import NO_TARGET, ArraySummary, DumpSummary, Layout, Role, SavedFlags

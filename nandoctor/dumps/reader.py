@@ -155,7 +155,7 @@ def _make_dump(container: Container, saved: object, *, as_torch: bool) -> Dump:
 def _make_recorded(container: Container, saved: Mapping[str, Any], *, as_torch: bool) -> Dump:
     nbytes, data, begin = container.nbytes, memoryview(container.data), container.pickle_offset
     if saved.get("shards"):
-        from nandoctor.dumps.shards import join_shards
+        from nandoctor.dumps.tensors import join_shards
 
         joined = join_shards(saved, container.path, _load_recorded)
         saved = {**saved, "state_dict": {**get(saved, "state_dict", Mapping[str, Any], {}), **joined}}

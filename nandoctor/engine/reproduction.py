@@ -11,7 +11,7 @@ import torch
 
 from nandoctor.autocast.policy import LOW_DTYPES, Policy
 from nandoctor.changes.state import ResetBuffers
-from nandoctor.dumps.array_roles import is_loss, role_of
+from nandoctor.dumps.classify import is_loss, role_of
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.dumps.tensors import comparable_values

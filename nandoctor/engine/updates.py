@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from nandoctor.dumps.optimizer_state import SecondMoment
+from nandoctor.dumps.classify import SecondMoment
 from nandoctor.dumps.recorded_format import Updater
 from nandoctor.engine.module_state import restored
 from nandoctor.engine.runner import FailingStep, Watch

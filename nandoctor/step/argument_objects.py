@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nandoctor.dumps.code_request import is_transformers_config
 from nandoctor.dumps.packing import pack
+from nandoctor.dumps.recorded_format import is_transformers_config
 from nandoctor.dumps.trees import KIND
 from nandoctor.trees import PLAIN, attributes, made_of, tree_map
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nandoctor.dumps.array_roles import role_of
+from nandoctor.dumps.classify import role_of
 from nandoctor.dumps.packing import fill
 from nandoctor.dumps.trees import Slot, is_plain_dict, slots
 from nandoctor.engine.user_code import explain_forward

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nandoctor.dumps.classify import unwrapped_name
-from nandoctor.dumps.code_request import as_option
+from nandoctor.dumps.recorded_format import as_option
 from nandoctor.source_files import parse_source, shown_path
 from nandoctor.step.scripts import flattened, runnable
 

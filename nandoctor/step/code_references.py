@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from nandoctor.dumps.array_roles import is_extra_state
-from nandoctor.dumps.code_request import approving_command, code_rows, is_transformers_config
+from nandoctor.dumps.classify import is_extra_state
 from nandoctor.dumps.dump import Dump
-from nandoctor.dumps.recorded_format import Recorded, Reference
+from nandoctor.dumps.recorded_format import Recorded, Reference, approving_command, code_rows, is_transformers_config
 from nandoctor.dumps.signature import Provenance
 from nandoctor.dumps.trees import is_plain_data
 from nandoctor.errors import ModelError, UnapprovedCodeError

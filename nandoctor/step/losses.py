@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nandoctor.dumps.array_roles import role_of
+from nandoctor.dumps.classify import role_of
 from nandoctor.dumps.dump import Dump
 from nandoctor.engine.user_code import NOT_UNDER_AUTOCAST, WRONG_CALL, kept_running, raised_at
 from nandoctor.errors import LossError

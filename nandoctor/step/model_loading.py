@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from nandoctor.dumps.array_roles import is_extra_state
+from nandoctor.dumps.classify import is_extra_state
 from nandoctor.engine.user_code import (
     Project,
     explain_import,

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from nandoctor.autocast.policy import LOW_DTYPES, Policy
-from nandoctor.dumps.array_roles import role_of
+from nandoctor.dumps.classify import role_of
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.packing import fill
 from nandoctor.dumps.recorded_format import Autocast

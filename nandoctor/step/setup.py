@@ -20,10 +20,9 @@ from torch.nn.parameter import is_lazy
 from nandoctor.autocast.kernels import describe_lists
 from nandoctor.autocast.literals import cuda_code
 from nandoctor.autocast.policy import LOW_DTYPES, Policy
-from nandoctor.dumps.array_roles import role_of
-from nandoctor.dumps.code_request import read_option
+from nandoctor.dumps.classify import role_of
 from nandoctor.dumps.dump import Dump
-from nandoctor.dumps.recorded_format import RandomStates
+from nandoctor.dumps.recorded_format import RandomStates, read_option
 from nandoctor.engine.call import Call, Mode, Randomness
 from nandoctor.engine.module_state import LARGE_NBYTES, nonfinite_in
 from nandoctor.engine.progress import Listener

@@ -20,8 +20,7 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parameter import is_lazy
 
-from nandoctor.dumps.array_roles import is_extra_state
-from nandoctor.dumps.classify import unwrapped_name
+from nandoctor.dumps.classify import is_extra_state, unwrapped_name
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.reader import State, read_weights
 from nandoctor.dumps.recorded_format import ModuleCasts, Recorded

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nandoctor.dumps.code_request import as_option
+from nandoctor.dumps.recorded_format import as_option
 from nandoctor.evidence.report import Fix, Report
 from nandoctor.source_files import PACKAGE_FOLDERS
 from nandoctor.step.settings import OPTIONS

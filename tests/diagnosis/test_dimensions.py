@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention as attend
 
 from nandoctor.diagnosis.dimensions import name_dimensions
 from nandoctor.diagnosis.eps_audit import audit
-from nandoctor.dumps.optimizer_state import SecondMoment
+from nandoctor.dumps.classify import SecondMoment
 from nandoctor.engine.updates import measure_slots
 from nandoctor.evidence.formats import FP16
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from nandoctor.dumps.optimizer_state import read_second_moments
+from nandoctor.dumps.classify import read_second_moments
 from nandoctor.dumps.reader import read_dump
 
 

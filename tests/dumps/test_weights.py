@@ -8,7 +8,7 @@ from one_test import for_each
 from safetensors.torch import save_file
 from torch import nn
 
-from nandoctor.dumps.array_roles import is_bookkeeping, is_random_state, role_of
+from nandoctor.dumps.classify import is_bookkeeping, is_random_state, role_of
 from nandoctor.dumps.reader import read_dump, read_weights
 from nandoctor.errors import DumpError
 

@@ -12,9 +12,9 @@ import torch
 from forgery import canaries, contents, make_project
 
 from nandoctor.case import replay
-from nandoctor.dumps.code_request import as_option
 from nandoctor.dumps.dump import summarize
 from nandoctor.dumps.reader import read_dump
+from nandoctor.dumps.recorded_format import as_option
 from nandoctor.dumps.writer import write_dump
 from nandoctor.errors import DumpError, ModelError, NanDoctorError, UnapprovedCodeError
 

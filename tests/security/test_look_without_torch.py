@@ -14,7 +14,7 @@ from forgery import make_project
 from test_layouts import KINDS, files_with
 from wording import plain_text
 
-from nandoctor.dumps import stand_ins
+from nandoctor.dumps import unpickle
 from nandoctor.dumps.dump import summarize
 from nandoctor.dumps.reader import read_dump
 from nandoctor.dumps.stored_tensor import StorageKind, StoredStorage, StoredTensor, TorchName, rebuild
@@ -136,9 +136,9 @@ def test_a_tensor_that_lies_is_refused(size, stride, offset):
 
 
 def test_the_names_of_torchs_values_are_all_known():
-    named = {f"torch.{name}" for name in dir(torch) if stand_ins._TORCH_VALUE.fullmatch(f"torch.{name}")}
+    named = {f"torch.{name}" for name in dir(torch) if unpickle._TORCH_VALUE.fullmatch(f"torch.{name}")}
     assert named == {str(value) for value in vars(torch).values() if isinstance(value, (torch.dtype, torch.qscheme))}
-    for dtype in stand_ins._STORAGE_DTYPES.values():
+    for dtype in unpickle._STORAGE_DTYPES.values():
         assert StorageKind(dtype=dtype).item_nbytes == getattr(torch, dtype).itemsize
 
 
