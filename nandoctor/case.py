@@ -19,11 +19,10 @@ from nandoctor.evidence.verification import Verification
 from nandoctor.pipeline import add_fixes, replay_dump
 from nandoctor.repro_scripts.build import make_script
 from nandoctor.source_files import find_typed
-from nandoctor.step.code_changes import Changed
 from nandoctor.step.model_loading import ModelSource
 from nandoctor.step.settings import ReplayOptions, Settings, StepOptions, anchor, settings_for
 from nandoctor.step.weights import take_weights
-from nandoctor.verification import Query, tell_if_changed, verify_dump
+from nandoctor.verification import Changed, Query, tell_if_changed, verify_dump
 from nandoctor.views.commands import command_arguments
 from nandoctor.views.plots.kinds import draw
 from nandoctor.views.save import save

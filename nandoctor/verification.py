@@ -5,31 +5,40 @@
 A step that passes has been fixed only if it is the step that failed, and something about it has changed. If the mode
 or the random state of the failing step is unknown, if nothing has changed, or if what failed is not replayed, the
 answer is that it cannot be told.
+
+A recorder's dump has hashes of the training's source files. Any other dump has only its modification time: newer files
+count as changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
 
 from nandoctor.changes.setting import SetLossScale
 from nandoctor.diagnosis.run_summary import WRONG
 from nandoctor.diagnosis.verdict import describe_idle_state
 from nandoctor.dumps.dump import Dump
+from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.engine.progress import Progress
 from nandoctor.engine.runner import FailingStep
 from nandoctor.evidence.dump_summary import DumpSummary
 from nandoctor.evidence.edits import Edit, Together
 from nandoctor.evidence.report import Report
 from nandoctor.evidence.trace import describe_run
-from nandoctor.evidence.verification import CodeState, Verification
+from nandoctor.evidence.verification import CodeChange, CodeState, Verification
 from nandoctor.fixes.budget import BudgetSpent, TrialBudget
 from nandoctor.fixes.meaning import Meaning
 from nandoctor.fixes.proof import Verifier
 from nandoctor.fixes.verify import Trials
 from nandoctor.fixes.writing import WrittenChange
 from nandoctor.pipeline import Diagnosed, replay_dump
-from nandoctor.step.code_changes import Changed, find_changes
+from nandoctor.source_files import is_changed, is_installed, own_source, shown_path
 from nandoctor.step.model_loading import ModelSource
 from nandoctor.step.settings import Settings
 from nandoctor.text import are, join_first, mode_text, part_of, percent
@@ -268,3 +277,74 @@ def _notes(measured: Verification, query: Query, saved: DumpSummary, step: Faili
             "Replayed in train mode. Eval mode reads the running statistics in the file, which the failing step has "
             "made non-finite: reset them before you go on from these weights."
         )
+
+
+_MAX_FILES = 500
+
+
+Changed = bool | Sequence[Path]
+"""Files that the user says were changed; True for files that are not named."""
+
+
+def find_changes(dump: Dump, step: FailingStep, settings: Settings, *, changed: Changed = ()) -> CodeState:
+    """Compare the step's code with the training's, and add what the user says about it."""
+    of_model = _files_of(step.model)
+    helpers = {path.resolve() for path in step.project.files(step.model)} - _named_by_user(settings)
+    told = () if isinstance(changed, bool) else changed
+    by_user = tuple(CodeChange(file=shown_path(path), known_by="user") for path in told)
+    found = _compare_hashes(dump.recorded, of_model)
+    found = found or _compare_times(dump.path, sorted(of_model | helpers)[:_MAX_FILES])
+    changes = (*by_user, *(change for change in found.changes if change.file not in {one.file for one in by_user}))
+    by_word = ("the code, as you say",) if changed is True else ()
+    autocast, differing = dump.recorded.autocast, []
+    if autocast is not None and settings.amp_dtype not in (None, autocast.dtype):
+        differing.append(f"autocast in {settings.amp_dtype}, in the training in {autocast.dtype}")
+    return replace(found, changes=changes, settings=(*differing, *by_word))
+
+
+def _files_of(model: nn.Module) -> set[Path]:
+    """Return the project's own files that define the methods of the model's modules."""
+    classes = {base for module in model.modules() for base in type(module).__mro__ if base is not nn.Module}
+    names = {_file_of(member) for kind in classes for member in vars(kind).values()} - {None}
+    return {path.resolve() for path in map(Path, map(str, names)) if path.is_file() and not is_installed(path)}
+
+
+def _named_by_user(settings: Settings) -> set[Path]:
+    """Return the files of `--call` and `--loss`: they may have been written for the replay."""
+    named = (settings.call, settings.loss)
+    places = [item.rpartition(":")[0] if isinstance(item, str) else _file_of(item) for item in named]
+    return {(settings.directory / place).resolve() for place in places if place}
+
+
+def _file_of(item: Callable[..., Any] | Any) -> str | None:
+    """Return the file of a function, seen through a decorator that sets `__wrapped__`; None if it has no code."""
+    code = getattr(getattr(item, "__wrapped__", item), "__code__", None)
+    return getattr(code, "co_filename", None)
+
+
+def _compare_hashes(recorded: Recorded, of_model: Collection[Path]) -> CodeState | None:
+    """Compare files by the hashes in the dump; return None if it has no hash of a file that is here.
+
+    A file of the model without a recorded hash counts as changed: the training used another model.
+    """
+    hashes = {name: source for name, source in recorded.sources.items() if source.sha256}
+    # A recorder writes normalized names only; one file has endlessly many others.
+    plain = [name for name in list(hashes)[:_MAX_FILES] if name == os.path.normpath(name).replace(os.sep, "/")]
+    here = {name: path for name in plain if (path := own_source(name)) is not None}
+    if not here:
+        return None
+    changes = [CodeChange(file=name, known_by="hash") for name, path in here.items() if is_changed(hashes[name], path)]
+    if len(hashes) <= _MAX_FILES:
+        unknown = sorted(set(of_model) - set(here.values()))
+        changes += [CodeChange(file=shown_path(path), known_by="hash") for path in unknown]
+    return CodeState(basis="hash", changes=tuple(changes), compared=tuple(here))
+
+
+def _compare_times(dump: Path, files: Sequence[Path]) -> CodeState:
+    try:
+        written_ns = dump.stat().st_mtime_ns
+    except OSError:
+        return CodeState()
+    newer = (path for path in files if path.stat().st_mtime_ns > written_ns)
+    changes = tuple(CodeChange(file=shown_path(path), known_by="time") for path in newer)
+    return CodeState(basis="time" if files else "none", changes=changes, compared=tuple(map(shown_path, files)))

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
 from nandoctor.dumps.classify import is_extra_state
 from nandoctor.engine.user_code import (
@@ -36,10 +37,9 @@ from nandoctor.engine.user_code import (
 )
 from nandoctor.errors import ModelError
 from nandoctor.file_memory import cast_to_file
-from nandoctor.machine import is_out_of_memory
+from nandoctor.machine import is_out_of_memory, memory_of
 from nandoctor.source_files import package_of
-from nandoctor.step.building_calls import find_building
-from nandoctor.step.scripts import Script
+from nandoctor.step.scripts import Script, find_building
 from nandoctor.text import brief, relative_path
 from nandoctor.torch_compat import loads_plainly, storage_of
 
@@ -52,7 +52,7 @@ OTHER_ARGUMENTS = (
     "as the model initialises it."
 )
 AS_YOUR_CODE = "Build it as your own code does:"
-OTHER_MODEL = "This is another model's state dict: check --model."
+_OTHER_MODEL = "This is another model's state dict: check --model."
 _ARGUMENTS_NEEDED = (
     "Give the arguments it needs with --model-arg K=V, once for each; V may be an object, as in cfg=train.py:CFG. "
     "Relative paths start in the working directory."
@@ -146,7 +146,7 @@ def load_state(model: nn.Module, state: _State, *, strict: bool = True, shared: 
         raise ModelError(
             f"The weights do not fit {type(model).__name__} ({num_fitting} of {len(own)} tensors do):\n"
             + "\n".join(problems),
-            remedy=OTHER_ARGUMENTS if own.keys() & state.keys() else OTHER_MODEL,
+            remedy=OTHER_ARGUMENTS if own.keys() & state.keys() else _OTHER_MODEL,
         )
     loaded = {name: state[name] for name in own if name not in left_out}
     if shared:
@@ -346,3 +346,43 @@ def _suggest(name: str, names: Sequence[str]) -> str:
 def _guess(name: str, names: Sequence[str], otherwise: str) -> str:
     near = _find_near(name, names)
     return f"Did you mean {near[0]}?" if near else otherwise
+
+
+_UNFILLED_NBYTES = 1 << 20
+_DRAWING = frozenset({"normal_", "uniform_", "kaiming_uniform_"})
+_FOLLOWING = frozenset({"mul_", "add_", "clamp_"})
+
+
+class Unfilled(TorchFunctionMode):
+    """A mode for building a large model whose weights all come from a dump: initialisers draw no weight.
+
+    Memory that was never written takes no space.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._weights: set[int] = set()
+        self._undrawn: set[int] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        target: Any = args[0] if args else kwargs.get("tensor")
+        if isinstance(target, nn.Parameter) and _is_large(target):
+            self._weights.add(storage_of(target))  # also reached by `weight.data`
+        # Other tensors are drawn: torch.nn.init.trunc_normal_ draws until all values are within its bounds.
+        if name in _DRAWING and _is_large(target) and storage_of(target) in self._weights:
+            self._undrawn.add(storage_of(target))
+            return target
+        return target if name in _FOLLOWING and self.holds(target) else func(*args, **kwargs)
+
+    def holds(self, tensor: Any) -> bool:
+        """Return True if the tensor was left as it was allocated."""
+        is_plain = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and not is_lazy(tensor)
+        return is_plain and storage_of(tensor) in self._undrawn
+
+
+def _is_large(tensor: Any) -> bool:
+    is_plain = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and not is_lazy(tensor)
+    return is_plain and tensor.device.type == "cpu" and memory_of([tensor]) >= _UNFILLED_NBYTES

@@ -32,7 +32,6 @@ from nandoctor.engine.user_code import project_of
 from nandoctor.errors import ModelError, NanDoctorError
 from nandoctor.machine import memory_of, return_freed_memory
 from nandoctor.step.binding import Binding, bind_inputs, find_bindings
-from nandoctor.step.building_calls import find_building, suggest_model
 from nandoctor.step.code_references import (
     build_loss,
     check_method,
@@ -45,17 +44,18 @@ from nandoctor.step.code_references import (
     state_to_load,
 )
 from nandoctor.step.losses import bind_loss
-from nandoctor.step.memory import Unfilled
 from nandoctor.step.model_loading import (
     AS_YOUR_CODE,
     OTHER_ARGUMENTS,
     ModelSource,
+    Unfilled,
     build_model,
     find_attribute,
     load_state,
 )
 from nandoctor.step.recorded_step import bind_calls
 from nandoctor.step.saved_arrays import SavedBatch, choose_policies, find_outputs, names_read, read_batch, weight_dtype
+from nandoctor.step.scripts import find_building, suggest_model
 from nandoctor.step.settings import Settings
 from nandoctor.step.weights import add_casts, cast_weights, fit_state, registered_state
 from nandoctor.torch_compat import TORCH, check_torch, default_device, minor_version, other_torch

@@ -11,8 +11,7 @@ from torch import nn
 from nandoctor.dumps.dump import Dump
 from nandoctor.engine.user_code import Project
 from nandoctor.errors import ModelError
-from nandoctor.step.memory import Unfilled
-from nandoctor.step.model_loading import build_model, find_attribute, load_state
+from nandoctor.step.model_loading import Unfilled, build_model, find_attribute, load_state
 from nandoctor.step.weights import fit_state
 
 

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
+from nandoctor import verification
 from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.source_files import SourceHash, hash_of
-from nandoctor.step import code_changes
-from nandoctor.step.code_changes import find_changes
 from nandoctor.step.settings import Settings
+from nandoctor.verification import find_changes
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def changes(hashes, folder):
 
 def test_names_beyond_the_bound_make_no_file_a_new_one(project, monkeypatch):
     """The model's own file is named after thousands of others: it is not compared, and not told as changed."""
-    monkeypatch.setattr(code_changes, "_files_of", lambda _: {project / "last.py"})
+    monkeypatch.setattr(verification, "_files_of", lambda _: {project / "last.py"})
     others = {"small.py": hash_of(Path("small.py"))} | {f"{number}.py": "0" * 64 for number in range(2000)}
     found = changes({**others, "last.py": "0" * 64}, project)
     assert found.compared == ("small.py",)
@@ -38,6 +38,6 @@ def test_names_beyond_the_bound_make_no_file_a_new_one(project, monkeypatch):
 
 
 def test_a_file_that_the_training_did_not_have_is_a_change(project, monkeypatch):
-    monkeypatch.setattr(code_changes, "_files_of", lambda _: {project / "last.py"})
+    monkeypatch.setattr(verification, "_files_of", lambda _: {project / "last.py"})
     found = changes({"small.py": hash_of(Path("small.py"))}, project)
     assert [change.file for change in found.changes] == ["last.py"]
