@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 import nandoctor
-from nandoctor.views.document import document
+from nandoctor.views.blocks import document
 from nandoctor.views.terminal import print_document
 
 SAMPLE = "sample_dumps/unet_blank_tile.pth"

@@ -24,7 +24,7 @@ from nandoctor.step.settings import ReplayOptions, Settings, StepOptions, anchor
 from nandoctor.step.weights import take_weights
 from nandoctor.verification import Changed, Query, tell_if_changed, verify_dump
 from nandoctor.views.commands import command_arguments
-from nandoctor.views.plots.kinds import draw
+from nandoctor.views.plots import draw
 from nandoctor.views.save import save
 
 if TYPE_CHECKING:

@@ -164,7 +164,7 @@ def test_help_imports_no_verb_and_no_room():
 
 
 def test_what_is_shown_needs_no_torch_and_draws_late():
-    rooms = ("evidence.codec", "causes.registry", "diagnosis.verdict", "views.document", "views.html", "views.save")
+    rooms = ("evidence.codec", "causes.registry", "diagnosis.verdict", "views.blocks", "views.html", "views.save")
     code = "\n".join(f"import nandoctor.{room}" for room in rooms)
     assert imported_by(code).isdisjoint({"torch", "matplotlib"})
 

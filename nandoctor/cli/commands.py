@@ -11,7 +11,7 @@ import click
 from nandoctor.cli.failures import EXIT_CANNOT_TELL, EXIT_INTERRUPTED, exit_code_answers, tell
 from nandoctor.cli.options import MODEL_AND_STEP, check_replaceable, file_option, settings_options
 from nandoctor.cli.shared import DumpPath, GroupedCommand, OutputConsole, call, json_option, show
-from nandoctor.views.plots.kinds import PLOTS
+from nandoctor.views.plots import PLOTS
 from nandoctor.views.save import ENDINGS, PICTURE_ENDINGS, save, write_text
 
 if TYPE_CHECKING:

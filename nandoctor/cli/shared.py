@@ -13,7 +13,7 @@ from rich.console import Console
 
 from nandoctor.evidence.codec import to_json
 from nandoctor.step.settings import OPTIONS
-from nandoctor.views.document import document
+from nandoctor.views.blocks import document
 from nandoctor.views.terminal import print_document
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 `document` gives the blocks of anything that a command shows: a headline, then excerpts, facts, patches, tables, plots
 and texts, alone or in sections (`blocks`). One file writes the document of one record: `report`, with the sentences of
-`evidence`, `fixes`, `trials` and `layer_table`; `verification`, `triage`, `explain` and `inspect_dump`.
+`evidence` and `fixes` and the tables of `layers`; `verification`, `triage`, `explain` and `inspect_dump`.
 `terminal`, `markdown` and `html` (a page, and a card for a notebook's cell) draw blocks and decide nothing else; `save`
 chooses one by a file's extension.
 

@@ -1,14 +1,15 @@
-"""Put the evidence of a report into sentences: how it was reproduced, where it began, how it spread, tensors."""
+"""Put the evidence of a report into sentences: the verdict, how it was reproduced, where it began, how it spread."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from nandoctor.causes.sentences import find_operand, place_of_operand
 from nandoctor.evidence.formats import FP32
 from nandoctor.evidence.report import Diagnosis, FirstNonfinite, Origin, Report, Reproduction
 from nandoctor.evidence.trace import Place, TensorStats
+from nandoctor.evidence.verdicts import Verdict
 from nandoctor.text import (
     are,
     brief,
@@ -23,7 +24,7 @@ from nandoctor.text import (
     shape_text,
     within,
 )
-from nandoctor.views.blocks import Fact
+from nandoctor.views.blocks import Fact, Tone
 from nandoctor.views.inspect_dump import nonfinite_state_facts
 from nandoctor.views.layers import select_layers
 
@@ -236,3 +237,25 @@ def _range_of(stats: TensorStats) -> list[str]:
         return [f"absmax {number(stats.absmax)}"]
     median = f", median magnitude {number(stats.median)}" if stats.median is not None else ""
     return [f"{number(stats.min)} to {number(stats.max)}{median}"]
+
+
+MEANINGS: Mapping[Verdict, str] = {
+    "precision": "{kinds} {under} only; fp32 is finite",
+    "numerics": "{kinds} in fp32 as well: half precision is not to blame",
+    "state": "the weights or buffers in the file are to blame",
+    "input": "the batch in the file is non-finite before any layer reads it",
+    "loss-scale": "every gradient is finite at loss scale 1; a GradScaler skips such a step",
+    "silent": "finite {under}, and far from what fp32 computes",
+    "healthy": "nothing that was checked failed {under} or in fp32",
+    "not-reproduced": "the saved failure was not reproduced",
+    "cannot-tell": "no certain failure in what could be checked",
+    "fixed": "the step failed, and passes with the current code",
+}
+"""A verdict as people read it, with fields for what is non-finite, `kinds`, and in which run, `under`."""
+
+
+def tone_of(verdict: Verdict) -> Tone:
+    """Return how good the news is."""
+    if verdict in ("healthy", "fixed"):
+        return "good"
+    return "unclear" if verdict in ("loss-scale", "not-reproduced", "cannot-tell") else "failed"

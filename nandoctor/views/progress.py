@@ -15,7 +15,7 @@ from rich.text import Text
 from nandoctor.engine.progress import Listener
 from nandoctor.evidence.report import Report
 from nandoctor.text import plural, printable
-from nandoctor.views.document import document
+from nandoctor.views.blocks import document
 from nandoctor.views.terminal import print_document
 
 _SEARCH = "Fixes"

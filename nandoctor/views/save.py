@@ -14,9 +14,9 @@ from typing import Any
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.codec import to_json
 from nandoctor.text import join_words
-from nandoctor.views.document import document
+from nandoctor.views.blocks import document
 from nandoctor.views.markdown import draw_markdown
-from nandoctor.views.plots.kinds import draw
+from nandoctor.views.plots import draw
 
 MARK = "nandoctor"
 """A word near the beginning or the end of every file that nandoctor writes."""

@@ -11,8 +11,8 @@ from nandoctor.evidence.codec import to_plain
 from nandoctor.evidence.triage import CodePlace, DumpResult, Group, Triage
 from nandoctor.text import file_line, join_first, plural, relative_path
 from nandoctor.views.blocks import Block, Column, Fact, Facts, Headline, Level, Section, Table, Text
+from nandoctor.views.evidence import MEANINGS
 from nandoctor.views.save import MARK
-from nandoctor.views.verdicts import MEANINGS
 
 _MAX_LISTED = 5
 _CAUSE_WIDTH, _MIN_PLACE_WIDTH = 23, 18  # the first fits every cause's code

@@ -38,7 +38,7 @@ from nandoctor.dumps.dump import summarize
 from nandoctor.dumps.reader import read_dump
 from nandoctor.dumps.writer import write_dump
 from nandoctor.errors import NanDoctorError
-from nandoctor.views.document import document
+from nandoctor.views.blocks import document
 from nandoctor.views.html import card_of
 
 MAX_SECONDS, MAX_NBYTES = 30, 1 << 30

@@ -20,7 +20,7 @@ from nandoctor.dumps.reader import read_dump
 from nandoctor.dumps.stored_tensor import StorageKind, StoredStorage, StoredTensor, TorchName, rebuild
 from nandoctor.dumps.tensors import count_nonfinite, to_torch
 from nandoctor.errors import DumpError
-from nandoctor.views.document import document
+from nandoctor.views.blocks import document
 
 SAMPLES = sorted((Path(__file__).parents[2] / "sample_dumps").glob("*.pth"))
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from nandoctor.cli import main\n"

@@ -13,7 +13,7 @@ from wording import plain_text
 from nandoctor.evidence.codec import to_json
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.triage import CodePlace, DumpResult, Group, Triage
-from nandoctor.views.document import document
+from nandoctor.views.blocks import document
 from nandoctor.views.html import card_of, page_of
 from nandoctor.views.markdown import draw_markdown
 from nandoctor.views.save import ENDINGS, save

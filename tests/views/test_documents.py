@@ -19,7 +19,7 @@ from nandoctor.evidence.codec import from_plain
 from nandoctor.evidence.edits import ChangedFile, SourcePatch
 from nandoctor.evidence.report import Report
 from nandoctor.evidence.verification import FixChoice
-from nandoctor.views.document import document
+from nandoctor.views.blocks import document
 from nandoctor.views.save import save
 
 GOLDEN = Path(__file__).parent / "golden"

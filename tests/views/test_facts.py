@@ -10,8 +10,7 @@ from nandoctor.evidence.formats import BF16, FP16, FP32
 from nandoctor.evidence.report import Diagnosis, Reproduction
 from nandoctor.evidence.trace import Place
 from nandoctor.evidence.verdicts import Verdict
-from nandoctor.views.evidence import describe_reproduction, evidence_facts, list_operands
-from nandoctor.views.verdicts import MEANINGS
+from nandoctor.views.evidence import MEANINGS, describe_reproduction, evidence_facts, list_operands
 
 
 def facts(report):

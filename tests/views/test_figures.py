@@ -12,9 +12,8 @@ from matplotlib.text import Text
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import FP16, FP32
 from nandoctor.evidence.report import Runs
-from nandoctor.views.layer_table import every_layer
-from nandoctor.views.layers import select_layers
-from nandoctor.views.plots.kinds import PLOTS, draw
+from nandoctor.views.layers import every_layer, select_layers
+from nandoctor.views.plots import PLOTS, draw
 from nandoctor.views.plots.ranges import MAX_BARS, draw_ranges
 
 

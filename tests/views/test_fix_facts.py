@@ -19,7 +19,7 @@ from nandoctor.evidence.report import (
 )
 from nandoctor.views.blocks import Facts, Patch
 from nandoctor.views.fixes import describe_outcome, describe_result, every_check, fix_section, sort_fixes
-from nandoctor.views.trials import describe_setting, describe_use, fp32_facts, trial_facts
+from nandoctor.views.report import describe_setting, describe_use, fp32_facts, trial_facts
 
 
 def facts(report):

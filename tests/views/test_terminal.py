@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from surfaces import markdown, terminal
 
-from nandoctor.views.document import document
+from nandoctor.views.blocks import document
 from nandoctor.views.terminal import print_document
 
 
