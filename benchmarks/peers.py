@@ -36,7 +36,7 @@ from torch import Tensor, nn
 import nandoctor
 from nandoctor.autocast import kernels
 from nandoctor.autocast.policy import cuda_autocast
-from nandoctor.evidence.verdicts import NOTHING_FOUND
+from nandoctor.evidence.report import NOTHING_FOUND
 from nandoctor.ops import PRODUCTS
 
 NOT_OF_THE_STEP = (str(Path(torch.__file__).parent), str(Path(nandoctor.__file__).parent), __file__)

@@ -13,8 +13,7 @@ from nandoctor.diagnosis.run_summary import tabulate
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.reader import read_dump
 from nandoctor.engine.progress import Listener, Progress, listener_of
-from nandoctor.evidence.report import Cause, FirstNonfinite, Fix, Origin, Report
-from nandoctor.evidence.verdicts import NOTHING_FOUND
+from nandoctor.evidence.report import NOTHING_FOUND, Cause, FirstNonfinite, Fix, Origin, Report
 from nandoctor.evidence.verification import Verification
 from nandoctor.pipeline import add_fixes, replay_dump
 from nandoctor.repro_scripts.build import make_script

@@ -47,9 +47,8 @@ from nandoctor.engine.updates import measure_slots, trace_update
 from nandoctor.errors import DumpError, LossError, ModelError
 from nandoctor.evidence.dump_summary import DumpSummary, Environment
 from nandoctor.evidence.formats import FP16
-from nandoctor.evidence.report import Origin, Report, Reproduction
+from nandoctor.evidence.report import NOTHING_FOUND, Origin, Report, Reproduction
 from nandoctor.evidence.trace import Trace
-from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fixes.budget import TrialBudget
 from nandoctor.fixes.hidden_values import look_for_hidden
 from nandoctor.fixes.search import search_fixes

@@ -34,9 +34,8 @@ from nandoctor.diagnosis.removals import by_forward, find_removal
 from nandoctor.evidence.dump_summary import OptimizerSlot, OptimizerUpdate
 from nandoctor.evidence.edits import OpSite
 from nandoctor.evidence.formats import FP32, FloatFormat
-from nandoctor.evidence.report import Cause, Diagnosis, FirstNonfinite, Growth, Link, Origin
+from nandoctor.evidence.report import Cause, Diagnosis, FirstNonfinite, Growth, Link, Origin, Verdict
 from nandoctor.evidence.trace import OpCall, OpTensor, TensorStats, Trace, UpdateTrace
-from nandoctor.evidence.verdicts import Verdict
 from nandoctor.ops import CASTS, MOVES, PRODUCTS
 
 

@@ -11,9 +11,8 @@ from nandoctor.diagnosis.conclusion import Conclusion, Findings, Gap, conclude
 from nandoctor.diagnosis.run_summary import outputs_differ, relative_error
 from nandoctor.evidence.dump_summary import NO_TARGET, ArraySummary, DumpSummary, SavedFlags
 from nandoctor.evidence.formats import FP8_E4M3, FP8_E5M2, FP32, FloatFormat
-from nandoctor.evidence.report import Diagnosis, FirstNonfinite, Reproduction
+from nandoctor.evidence.report import NOTHING_FOUND, Diagnosis, FirstNonfinite, Reproduction, Verdict
 from nandoctor.evidence.trace import SourceLine, Trace, describe_run
-from nandoctor.evidence.verdicts import NOTHING_FOUND, Verdict
 from nandoctor.ops import BACKWARD_HOOK
 from nandoctor.text import file_line, join_first, nonfinite_part, part_of, percent, plural
 

@@ -10,9 +10,25 @@ from nandoctor.evidence.dump_summary import DumpSummary, Environment
 from nandoctor.evidence.edits import ChangedFile, Edit, FixCost
 from nandoctor.evidence.formats import FP32, Effect, FloatFormat
 from nandoctor.evidence.trace import Grid, Place, SourceLine, TensorStats, largest_of
-from nandoctor.evidence.verdicts import Verdict
 
 SCHEMA = "nandoctor.report/2"
+
+Verdict = Literal[
+    "precision",
+    "numerics",
+    "state",
+    "input",
+    "loss-scale",
+    "silent",
+    "healthy",
+    "not-reproduced",
+    "cannot-tell",
+    "fixed",
+]
+NOTHING_FOUND: frozenset[Verdict] = frozenset({"healthy", "not-reproduced", "cannot-tell", "fixed"})
+"""The replay saw nothing non-finite: "healthy" although all was checked, "not-reproduced" although the dump has some,
+"cannot-tell" as far as could be checked, "fixed" although the dump has some, because the code has changed since."""
+
 
 Grade = Literal["exact", "same-mask", "elsewhere", "finite", "no-reference"]
 ChangeKind = Literal["source", "cell", "snippet", "setting", "data", "state", "advice"]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from nandoctor.evidence.report import Grade
-from nandoctor.evidence.verdicts import Verdict
+from nandoctor.evidence.report import Grade, Verdict
 
 SCHEMA = "nandoctor.triage/2"
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from nandoctor.evidence.report import Cause, Check, FirstNonfinite, Fix, Origin, TrialOutcome
-from nandoctor.evidence.verdicts import Verdict
+from nandoctor.evidence.report import Cause, Check, FirstNonfinite, Fix, Origin, TrialOutcome, Verdict
 
 VERIFICATION_SCHEMA = "nandoctor.verification/4"
 FIX_SCHEMA = "nandoctor.fix/2"

@@ -19,9 +19,17 @@ from nandoctor.diagnosis.run_summary import outputs_differ
 from nandoctor.engine.runner import FailingStep
 from nandoctor.evidence.edits import Edit, SourcePatch, Together, flatten, is_text_alone, only_widens
 from nandoctor.evidence.formats import BF16, FP16, FP64
-from nandoctor.evidence.report import Check, Counterfactual, Fix, FixSettings, Fp32SetSearch, Report, TrialOutcome
+from nandoctor.evidence.report import (
+    NOTHING_FOUND,
+    Check,
+    Counterfactual,
+    Fix,
+    FixSettings,
+    Fp32SetSearch,
+    Report,
+    TrialOutcome,
+)
 from nandoctor.evidence.trace import SourceLine, Trace
-from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fixes.agreement import TOLERANCE
 from nandoctor.fixes.budget import BudgetSpent, TrialBudget
 from nandoctor.fixes.candidates import (

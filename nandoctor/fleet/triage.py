@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from nandoctor.errors import NanDoctorError
+from nandoctor.evidence.report import NOTHING_FOUND
 from nandoctor.evidence.triage import DumpFinding, DumpResult, Group, Triage
-from nandoctor.evidence.verdicts import NOTHING_FOUND
 from nandoctor.fleet.pool import Workers, open_workers
 from nandoctor.fleet.store import LINES, PAGE, Store
 from nandoctor.fleet.worker import Job

@@ -16,8 +16,7 @@ import torch
 from nandoctor import __version__
 from nandoctor.engine.runner import FailingStep
 from nandoctor.errors import NanDoctorError
-from nandoctor.evidence.report import Origin, Report
-from nandoctor.evidence.verdicts import NOTHING_FOUND
+from nandoctor.evidence.report import NOTHING_FOUND, Origin, Report
 from nandoctor.ops import GRADIENT_SUM
 from nandoctor.repro_scripts.minimize import Failure, find_failure, shrink
 from nandoctor.repro_scripts.op_extraction import extract_op

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 from nandoctor.causes.sentences import find_operand, place_of_operand
 from nandoctor.evidence.formats import FP32
-from nandoctor.evidence.report import Diagnosis, FirstNonfinite, Origin, Report, Reproduction
+from nandoctor.evidence.report import Diagnosis, FirstNonfinite, Origin, Report, Reproduction, Verdict
 from nandoctor.evidence.trace import Place, TensorStats
-from nandoctor.evidence.verdicts import Verdict
 from nandoctor.text import (
     are,
     brief,

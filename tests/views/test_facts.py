@@ -7,9 +7,8 @@ import factory
 from one_test import for_each
 
 from nandoctor.evidence.formats import BF16, FP16, FP32
-from nandoctor.evidence.report import Diagnosis, Reproduction
+from nandoctor.evidence.report import Diagnosis, Reproduction, Verdict
 from nandoctor.evidence.trace import Place
-from nandoctor.evidence.verdicts import Verdict
 from nandoctor.views.evidence import MEANINGS, describe_reproduction, evidence_facts, list_operands
 
 
