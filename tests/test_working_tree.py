@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from nandoctor.cli.verify import write_patch
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.edits import ChangedFile
-from nandoctor.working_tree import write_patch
 
 BEFORE = "".join(f"line {number}\n" for number in range(1, 21))
 
@@ -88,7 +88,7 @@ def test_several_files_are_written_together_or_not_at_all(tmp_path, monkeypatch)
             raise NanDoctorError("No space left.", remedy="Make room.")
         path.write_bytes(data)
 
-    monkeypatch.setattr("nandoctor.working_tree.write_bytes", full_disk)
+    monkeypatch.setattr("nandoctor.cli.verify.write_bytes", full_disk)
     with pytest.raises(NanDoctorError, match="No space"), ExitStack() as undo:
         write_patch(changes, undo)
     assert [(tmp_path / name).read_text() for name in names] == [BEFORE, BEFORE]

@@ -9,8 +9,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from nandoctor.cli.failures import EXIT_CANNOT_TELL, EXIT_INTERRUPTED, exit_code_answers, tell
-from nandoctor.cli.options import MODEL_AND_STEP, check_replaceable, file_option, settings_options
-from nandoctor.cli.shared import DumpPath, GroupedCommand, OutputConsole, call, json_option, show
+from nandoctor.cli.shared import (
+    MODEL_AND_STEP,
+    DumpPath,
+    GroupedCommand,
+    OutputConsole,
+    call,
+    check_replaceable,
+    file_option,
+    json_option,
+    settings_options,
+    show,
+)
 from nandoctor.views.plots import PLOTS
 from nandoctor.views.save import ENDINGS, PICTURE_ENDINGS, save, write_text
 

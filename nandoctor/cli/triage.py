@@ -12,8 +12,7 @@ import click
 from rich.console import Console
 from rich.progress import Progress
 
-from nandoctor.cli.options import settings_options
-from nandoctor.cli.shared import GroupedCommand, show
+from nandoctor.cli.shared import GroupedCommand, settings_options, show
 from nandoctor.evidence.triage import Triage
 from nandoctor.fleet.triage import InterruptedTriageError, TriageOptions, TriageProgress
 from nandoctor.fleet.triage import triage as run_triage

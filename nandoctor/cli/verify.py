@@ -1,4 +1,7 @@
-"""The verbs for changes of the code: `fix` shows or makes one, `verify` checks whether the step passes now."""
+"""The verbs for changes of the code: `fix` shows or makes one, `verify` checks whether the step passes now.
+
+A fix is written to all of its files or to none, so that it can be taken back if it does not help.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +10,26 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any
 
 import click
 
 from nandoctor.cli.failures import exit_code_answers, remedy_for, tell
-from nandoctor.cli.options import MODEL_AND_STEP, settings_options
-from nandoctor.cli.shared import DumpPath, GroupedCommand, call, json_option, show
+from nandoctor.cli.shared import MODEL_AND_STEP, DumpPath, GroupedCommand, call, json_option, settings_options, show
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.codec import from_plain
-from nandoctor.evidence.edits import SourcePatch
+from nandoctor.evidence.edits import ChangedFile, SourcePatch
 from nandoctor.evidence.report import Fix, Report
 from nandoctor.evidence.verification import FixChoice, Verification, cannot_tell
+from nandoctor.source_files import PACKAGE_FOLDERS, decode_source
 from nandoctor.text import plural
 from nandoctor.views.commands import command_for
 from nandoctor.views.fixes import WHERE_TO_RUN, no_fix_heading
-from nandoctor.working_tree import write_patch
+from nandoctor.views.save import write_bytes
 
 EXIT_NOTHING_FAILED = 3
 
@@ -162,3 +166,54 @@ def _verify_afresh(report: Report, changed: Sequence[str]) -> Verification:
     except ValueError:
         last = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
         return cannot_tell(path, f"The changed code could not be replayed: {last[0]}")
+
+
+def write_patch(files: Sequence[ChangedFile], undo: ExitStack, *, allow_installed: bool = False) -> tuple[str, ...]:
+    """Write all files, once each was read and found as it was, and return their paths; `undo` restores them.
+
+    A file that was changed in the meantime is then left alone.
+
+    Raises:
+        NanDoctorError: a file is missing, has changed since or is not text, or it belongs to an installed package and
+            `allow_installed` is not set; or it cannot be written.
+    """
+    planned = [_plan_file(file, allow_installed) for file in files]
+    for path, before, after in planned:
+        undo.callback(_restore, path, before, after)
+        _write_source(after, path)
+    return tuple(str(path) for path, *_ in planned)
+
+
+def _restore(path: Path, before: bytes, after: bytes) -> None:
+    if path.is_file() and path.read_bytes() == after:
+        _write_source(before, path)
+
+
+def _write_source(source: bytes, path: Path) -> None:
+    """Write the file and delete its bytecode, which Python accepts for any source of the same size and second."""
+    write_bytes(source, path)
+    with suppress(OSError, NotImplementedError):
+        Path(cache_from_source(path)).unlink()
+
+
+def _plan_file(file: ChangedFile, allow_installed: bool) -> tuple[Path, bytes, bytes]:
+    """Return the file's path, and its bytes before and after the change."""
+    path = Path(file.path).resolve()
+    if not allow_installed and not PACKAGE_FOLDERS.isdisjoint(path.parts):
+        raise NanDoctorError(
+            f"{path} belongs to an installed package.",
+            remedy="Take a fix of your own code with --pick N, send the patch to the package's authors, or add "
+            "--allow-installed.",
+        )
+    try:
+        before = path.read_bytes()
+        text, encoding = decode_source(before)
+    except (OSError, SyntaxError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise NanDoctorError(f"{path} cannot be read: {reason}.", remedy="Apply the patch by hand.") from error
+    if text != file.before:
+        raise NanDoctorError(
+            f"{path} is not as it was when the fix was found.",
+            remedy="Run nandoctor fix again: it reads the file anew.",
+        )
+    return path, before, file.after.encode(encoding)

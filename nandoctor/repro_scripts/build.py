@@ -1,15 +1,18 @@
 """Build the script of `nandoctor repro`: the failing op, with its tensors sliced as far as it still fails.
 
-The script is run before it is returned.
+The script needs only torch, shows what fp32 gives too, and is run before it is returned.
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import PurePath
+from typing import Any
 
 import torch
 
@@ -18,10 +21,18 @@ from nandoctor.engine.runner import FailingStep
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.report import NOTHING_FOUND, Origin, Report
 from nandoctor.ops import GRADIENT_SUM
-from nandoctor.repro_scripts.minimize import Failure, find_failure, shrink
 from nandoctor.repro_scripts.op_extraction import extract_op
-from nandoctor.repro_scripts.program import Program
-from nandoctor.repro_scripts.script import write_script
+from nandoctor.repro_scripts.program import (
+    INDENT,
+    METHOD,
+    TESTS,
+    Failure,
+    Program,
+    find_failure,
+    is_cast,
+    shrink,
+    write_number,
+)
 from nandoctor.text import file_line, printable
 
 _FINITE_IN_FP32 = ("precision", "silent", "loss-scale")
@@ -93,3 +104,78 @@ def run_afresh(script: str) -> str | None:
     if done.returncode == 0:
         return None
     return next(iter(done.stderr.decode("utf-8", "replace").splitlines()[-1:]), f"exit status {done.returncode}")
+
+
+_NAMES = {"nan": "NaN", "+inf": "an infinity", "-inf": "a negative infinity"}
+_TENSOR_WIDTH = 100
+_MAX_NUMEL = 20_000
+
+
+def write_script(program: Program, failure: Failure, facts: Mapping[str, str]) -> str:
+    """Return the script; `facts` are the labelled lines of its docstring."""
+    tensors = "\n".join(f"{name} = {write_tensor(leaf)}" for name, leaf in program.leaves.items())
+    needed = [name for name in ("inf", "nan") if re.search(rf"\b{name}\b", f"{tensors} {program.text}")]
+    second = f"from torch import {', '.join(needed)}\n" if needed else ""
+    imports = f'import torch\n{second}\nif torch.cuda.is_available():\n{INDENT}torch.set_default_device("cuda")'
+    body = f"{tensors}\n\n" + "\n".join(_checks(program, failure))
+    return "\n\n\n".join([f"{_docstring(program, failure, facts)}\n\n{imports}", program.text, body]) + "\n"
+
+
+def _docstring(program: Program, failure: Failure, facts: Mapping[str, str]) -> str:
+    width = max(map(len, facts), default=0)
+    lines = "\n".join(f"{label:<{width}}  {_printable(text)}" for label, text in facts.items())
+    where = "in the gradients of " if program.gradient else "from "
+    name = program.function.replace(METHOD, "torch.Tensor.")
+    what = f"{_NAMES[failure.kind].capitalize().replace('Nan', 'NaN')} {where}{name}"
+    last = "Needs torch alone, on a CPU or with CUDA; exits with 0 if it fails as stated."
+    return f'"""{what}: the smallest case.\n\n{lines}\n\n{last}\n"""'
+
+
+def _printable(text: str) -> str:
+    """Return text that is safe inside the docstring: a project's names and lines may contain anything."""
+    plain = "".join(letter if letter.isprintable() else "?" for letter in text)
+    return plain.replace("\\", "/").replace('"""', "'''").removesuffix('"')
+
+
+def _checks(program: Program, failure: Failure) -> Iterator[str]:
+    yield f"got = case({', '.join(program.leaves)})"
+    yield "where = ~torch.isfinite(got)"
+    yield 'print("got:", got[where])'
+    yield f"assert torch.{TESTS[failure.kind].__name__}(got).any()"
+    yield ""
+    yield f"# fp32 {'is finite' if failure.finite_in_fp32 else 'fails too'}, from the same inputs."
+    leaves = program.leaves.items()
+    wide = [f"{name}.float()" if is_cast(leaf) and leaf.dtype != torch.float32 else name for name, leaf in leaves]
+    yield f"in_fp32_throughout = case({', '.join([*wide, *(['low=torch.float32'] if program.takes_low else [])])})"
+    yield 'print("in fp32:", in_fp32_throughout[where])'
+    yield f"assert {'' if failure.finite_in_fp32 else 'not '}torch.isfinite(in_fp32_throughout).all()"
+
+
+def write_tensor(tensor: torch.Tensor) -> str:
+    """Return an expression for a dense tensor, on several lines if one would be too long.
+
+    Raise NanDoctorError for a tensor with too many values to read.
+    """
+    shape, dtype = list(tensor.shape), str(tensor.dtype)
+    if tensor.numel() == 0:
+        return f"torch.empty({shape}, dtype={dtype})"
+    values = tensor.flatten().tolist()
+    if len(values) > 1 and len({*map(repr, values)}) == 1:  # as text, -0.0 differs from 0.0, and all NaNs are equal
+        return f"torch.full({shape}, {write_number(values[0], tensor.dtype)}, dtype={dtype})"
+    if len(values) > _MAX_NUMEL:
+        raise NanDoctorError(
+            f"It takes {len(values)} values to fail, too many for a script.",
+            remedy="`nandoctor replay -o report.json` saves what is known about them.",
+        )
+    nested = _write_nested(tensor.tolist(), tensor.dtype)
+    line = f"torch.tensor({nested}, dtype={dtype})"
+    if len(line) <= _TENSOR_WIDTH:
+        return line
+    rows = textwrap.indent(textwrap.fill(nested, _TENSOR_WIDTH - 8, break_long_words=False), INDENT)
+    return f"torch.tensor(\n{rows},\n    dtype={dtype},\n)"
+
+
+def _write_nested(values: Any, dtype: torch.dtype) -> str:
+    if isinstance(values, list):
+        return f"[{', '.join(_write_nested(value, dtype) for value in values)}]"
+    return write_number(values, dtype)

@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nandoctor.repro_scripts.minimize import find_failure, shrink
-from nandoctor.repro_scripts.program import Program, Ref
-from nandoctor.repro_scripts.script import write_tensor
+from nandoctor.repro_scripts.build import write_tensor
+from nandoctor.repro_scripts.program import Program, Ref, find_failure, shrink
 
 INF, NAN = float("inf"), float("nan")
 

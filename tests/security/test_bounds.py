@@ -13,7 +13,7 @@ from forgery import contents, make_project
 
 from nandoctor.dumps.reader import read_dump
 from nandoctor.errors import DumpError
-from nandoctor.fleet.store import Store
+from nandoctor.fleet.triage import Store
 from nandoctor.step.settings import Settings
 
 MODULUS = (1 << 61) - 1  # what Python's hash of an integer is taken by
