@@ -39,7 +39,7 @@ from nandoctor.source_files import PACKAGE_FOLDERS, defines_code, find_typed
 from nandoctor.step.argument_objects import NotDescribableError, describe_argument, find_standard
 from nandoctor.torch_compat import tree_tensors
 from nandoctor.torch_switches import RECORDED, read_switches
-from nandoctor.tracing.tensor_tree import walk_tensors
+from nandoctor.tracing.tensor_stats import walk_tensors
 from nandoctor.trees import PLAIN
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from nandoctor.capture.updates import Update
 from nandoctor.dumps.packing import Packed, pack
 from nandoctor.dumps.recorded_format import RandomStates
 from nandoctor.dumps.stored_tensor import is_dense
-from nandoctor.tracing.tensor_tree import walk_tensors
+from nandoctor.tracing.tensor_stats import walk_tensors
 
 
 @dataclass(slots=True, kw_only=True)

@@ -18,8 +18,7 @@ from nandoctor.diagnosis.conclusion import (
     origin_taken,
     suspect,
 )
-from nandoctor.diagnosis.origin import find_at, trace_back
-from nandoctor.diagnosis.removals import BackwardOps, by_forward, find_removal
+from nandoctor.diagnosis.origin import BackwardOps, by_forward, find_at, find_removal, trace_back
 from nandoctor.evidence.formats import FP32, FloatFormat
 from nandoctor.evidence.report import Cause, Diagnosis
 from nandoctor.evidence.trace import NonfiniteCounts, OpCall, Trace

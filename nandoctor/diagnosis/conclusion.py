@@ -22,15 +22,16 @@ from nandoctor.changes.places import site_of
 from nandoctor.diagnosis.dimensions import name_dimensions, with_samples
 from nandoctor.diagnosis.origin import (
     NonfiniteTrace,
+    by_forward,
     diagnose_optimizer,
     diagnose_outside,
     find_nonfinite_places,
+    find_removal,
     find_swallowed,
     in_optimizer,
     nonfinite_elements,
     trace_back,
 )
-from nandoctor.diagnosis.removals import by_forward, find_removal
 from nandoctor.evidence.dump_summary import OptimizerSlot, OptimizerUpdate
 from nandoctor.evidence.edits import OpSite
 from nandoctor.evidence.formats import FP32, FloatFormat

@@ -32,7 +32,7 @@ from nandoctor.ops import CASTS, UNFILLED
 from nandoctor.process_wide import held
 from nandoctor.torch_compat import tree_tensors, without_autocast
 from nandoctor.tracing.dispatch_hook import Invocation, Proceed, find_lines, intercepting
-from nandoctor.tracing.op_analysis import full_rows
+from nandoctor.tracing.op_tracer import full_rows
 from nandoctor.tracing.tensor_stats import format_of
 from nandoctor.trees import Parts, once, tree_map, walk
 

@@ -46,8 +46,16 @@ from nandoctor.torch_switches import switched
 from nandoctor.tracing.dispatch_hook import Invocation, Proceed, intercepting
 from nandoctor.tracing.module_tracer import Tracer
 from nandoctor.tracing.op_tracer import Known
-from nandoctor.tracing.tensor_stats import Reading, all_finite, collect, is_finite, measure, measure_all, numbers_in
-from nandoctor.tracing.tensor_tree import walk_tensors
+from nandoctor.tracing.tensor_stats import (
+    Reading,
+    all_finite,
+    collect,
+    is_finite,
+    measure,
+    measure_all,
+    numbers_in,
+    walk_tensors,
+)
 from nandoctor.trees import tree_map
 
 LARGE_NBYTES = 256 << 20

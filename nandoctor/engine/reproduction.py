@@ -24,8 +24,7 @@ from nandoctor.evidence.report import Grade, ReplayAttempt, Reproduction
 from nandoctor.evidence.trace import Trace
 from nandoctor.machine import is_out_of_memory
 from nandoctor.text import are, brief, code, join_first
-from nandoctor.tracing.tensor_stats import all_finite
-from nandoctor.tracing.tensor_tree import walk_tensors
+from nandoctor.tracing.tensor_stats import all_finite, walk_tensors
 
 _BITS_OF_ANY = 5
 """bf16 has 8 significant bits; a value rounded to 8 bits fits 5 with a chance of one in eight."""

@@ -56,8 +56,7 @@ from nandoctor.tracing.dispatch_hook import (
 from nandoctor.tracing.gradient_tracer import GradientTracer
 from nandoctor.tracing.module_tracer import Statistics, Tracer
 from nandoctor.tracing.op_tracer import OnOp, OpTracer
-from nandoctor.tracing.tensor_stats import collect_all
-from nandoctor.tracing.tensor_tree import list_unread
+from nandoctor.tracing.tensor_stats import collect_all, list_unread
 
 Loss = Callable[[Any, Batch], torch.Tensor]
 Look = Callable[[Callable[[], Place], Invocation, Proceed], Any]

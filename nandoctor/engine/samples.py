@@ -26,9 +26,8 @@ from nandoctor.evidence.trace import Place, Trace
 from nandoctor.text import MAX_SAMPLES_LISTED, constant, number
 from nandoctor.torch_compat import running_node
 from nandoctor.tracing.dispatch_hook import Invocation, Proceed, find_lines
-from nandoctor.tracing.op_analysis import find_passed_on
-from nandoctor.tracing.tensor_stats import all_finite, format_of, has_nonfinite, numbers_in
-from nandoctor.tracing.tensor_tree import walk_tensors
+from nandoctor.tracing.op_tracer import find_passed_on
+from nandoctor.tracing.tensor_stats import all_finite, format_of, has_nonfinite, numbers_in, walk_tensors
 from nandoctor.trees import tree_map
 
 _OF_SAMPLES = Watch(stage="samples")

@@ -13,8 +13,7 @@ from torch.nn.functional import hardshrink
 
 from nandoctor.engine.runner import Outcome
 from nandoctor.evidence.formats import EDGE, FP16
-from nandoctor.tracing.tensor_stats import all_finite, numbers_in
-from nandoctor.tracing.tensor_tree import walk_tensors
+from nandoctor.tracing.tensor_stats import all_finite, numbers_in, walk_tensors
 
 TOLERANCE = 0.01
 """The largest accepted difference between a fixed run's output and fp32's, in every sample, as a share of the sample's

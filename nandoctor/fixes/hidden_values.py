@@ -24,7 +24,7 @@ from nandoctor.evidence.trace import OpCall, TensorStats, Trace
 from nandoctor.fixes.variations import find_doubts
 from nandoctor.ops import COMPARISONS, SEES_NAN
 from nandoctor.text import are, join_first
-from nandoctor.tracing.tensor_tree import walk_tensors
+from nandoctor.tracing.tensor_stats import walk_tensors
 from nandoctor.trees import tree_leaves
 
 _MOST_TAKERS = 8

@@ -16,7 +16,7 @@ from nandoctor.engine.module_state import is_large
 from nandoctor.engine.reproduction import is_flags
 from nandoctor.engine.runner import FailingStep, Watch
 from nandoctor.errors import LossError, ModelError
-from nandoctor.tracing.tensor_tree import walk_tensors
+from nandoctor.tracing.tensor_stats import walk_tensors
 
 _NOISE = 1e-3
 """A share of each value: less than the next batch differs by, more than fp16's rounding."""

@@ -17,7 +17,7 @@ from nandoctor.engine.call import restore_generators, this_run
 from nandoctor.errors import ModelError
 from nandoctor.step.binding import Binding, spell
 from nandoctor.torch_compat import unobserved
-from nandoctor.tracing.tensor_tree import walk_tensors
+from nandoctor.tracing.tensor_stats import walk_tensors
 
 Tensors = Mapping[str, torch.Tensor]
 

@@ -16,11 +16,20 @@ import torch
 from nandoctor.evidence.trace import OpAnalysis, OpCall, OpTensor, Place, SourceLine
 from nandoctor.ops import BACKWARD_HOOK, GRADIENT_SUM
 from nandoctor.torch_compat import function_backward, is_custom_node, plain_torch, replace_function_backward
-from nandoctor.tracing.exact_counts import count_exactly, find_largest, find_nonfinite
 from nandoctor.tracing.module_tracer import NOWHERE
-from nandoctor.tracing.op_analysis import describe_operand
-from nandoctor.tracing.op_tracer import Input, Known, OpTracer, Recording, collect_calls
-from nandoctor.tracing.tensor_stats import Reading, all_finite, format_of, is_finite, limits_of, measure, numbers_in
+from nandoctor.tracing.op_tracer import Input, Known, OpTracer, Recording, collect_calls, describe_operand
+from nandoctor.tracing.tensor_stats import (
+    Reading,
+    all_finite,
+    count_exactly,
+    find_largest,
+    find_nonfinite,
+    format_of,
+    is_finite,
+    limits_of,
+    measure,
+    numbers_in,
+)
 
 Gradients = tuple[torch.Tensor | None, ...]
 

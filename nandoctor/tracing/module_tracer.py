@@ -17,8 +17,7 @@ from torch import nn
 
 from nandoctor.evidence.trace import ModuleCall, Place
 from nandoctor.torch_compat import plain_torch, version_of
-from nandoctor.tracing.tensor_stats import Reading, Readings, add_counts, collect_all, is_finite, measure
-from nandoctor.tracing.tensor_tree import walk_tensors
+from nandoctor.tracing.tensor_stats import Reading, Readings, add_counts, collect_all, is_finite, measure, walk_tensors
 
 if TYPE_CHECKING:
     from nandoctor.tracing.op_tracer import OpTracer

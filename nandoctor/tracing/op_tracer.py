@@ -1,4 +1,4 @@
-"""Records every op that a run calls, also in custom Functions' backwards, with its source line and tensors."""
+"""Records every op that a run calls, with its line and tensors, and analyses those that made a non-finite value."""
 
 from __future__ import annotations
 
@@ -11,27 +11,45 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 
-from nandoctor.evidence.trace import LOSS, OpAnalysis, OpCall, OpTensor, Phase, Place
-from nandoctor.ops import UNFILLED
+from nandoctor.autocast.literals import FP64_FOR_ALL
+from nandoctor.evidence.formats import FP64
+from nandoctor.evidence.trace import LOSS, OpAnalysis, OpCall, Operand, OpTensor, Phase, Place
+from nandoctor.ops import POINTWISE, PRODUCTS, UNFILLED, num_terms
 from nandoctor.process_wide import held
-from nandoctor.torch_compat import answers_itself, num_nodes_made, running_node, tree_tensors, unwrap, version_of
+from nandoctor.torch_compat import (
+    answers_itself,
+    num_nodes_made,
+    plain_torch,
+    running_node,
+    tree_tensors,
+    unwrap,
+    version_of,
+    without_autocast,
+)
 from nandoctor.tracing.dispatch_hook import Invocation, Proceed, find_lines, intercepting
 from nandoctor.tracing.module_tracer import NOWHERE
-from nandoctor.tracing.op_analysis import examine, makes_of_finite
 from nandoctor.tracing.tensor_stats import (
     Reading,
+    all_finite,
     collect_all,
+    count_exactly,
+    find_largest,
+    find_nonfinite,
+    format_of,
     is_finite,
     is_unreadable,
     limits_of,
     measure,
+    numbers_in,
     plain_part,
 )
 
 if TYPE_CHECKING:
     from nandoctor.tracing.gradient_tracer import GradientTracer
+
 
 OnOp = Callable[[OpCall, Invocation, Any], None]
 """Called with a recorded op, still without its tensors, its arguments as they were before it ran, and the output."""
@@ -175,13 +193,13 @@ class OpTracer:
         analysis = None
         is_known = self._num_analyses < MAX_ANALYSES and not any(is_unreadable(tensor) for _, tensor in call.tensors())
         fails = is_known and not all(map(is_finite, readings))
-        if fails and (_makes_nonfinite(inputs, readings) or makes_of_finite(call, leaves)):
+        if fails and (_makes_nonfinite(inputs, readings) or _makes_of_finite(call, leaves)):
             # An infinity in the code is usually a mask, and every layer may have one: do not count it.
             self._num_analyses += not any(math.isinf(value) for _, value in call.scalars())
             with torch.random.fork_rng(devices=[]):
                 if rng_state is not None:
                     torch.set_rng_state(rng_state)
-                analysis = examine(call, leaves)
+                analysis = _examine(call, leaves)
         recorded = self._describe(call, analysis)
         self._recordings.append(Recording(recorded, inputs, [reading for reading in readings if reading is not None]))
         self._num_nodes.append(num_nodes_made())
@@ -307,3 +325,152 @@ def _address(tensor: torch.Tensor) -> int:
 
 def _has_memory(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and not answers_itself(tensor)
+
+
+def _examine(call: Invocation, outputs: Sequence[torch.Tensor]) -> OpAnalysis:
+    """Analyse an op with a non-finite output; `call` holds the arguments as they were before it ran."""
+    made = [numbers_in(output) for output in outputs]
+    place, output = next((i, o) for i, o in enumerate(made) if o is not None and not all_finite(o))
+    exact, rows = _recompute(call, place, like=output), full_rows(call)
+    with plain_torch():  # a transform of torch.func would wrap every number that is read
+        made_here = _without_passed_on(call, output)
+        output = output if all_finite(made_here) else made_here
+        counts, _ = count_exactly(output, place=True)
+        numel = output.numel()
+        worst, value = _find_worst(find_nonfinite(output), exact)
+        if (each := _before_reduction(call)) is not None and not all_finite(each):
+            output, worst = each, find_largest(find_nonfinite(each).numpy(force=True))
+        taken = ((name, _operand_values(name, tensor)) for name, tensor in call.tensors())
+        operands = [(name, values) for name, values in taken if values is not None]
+        return OpAnalysis(
+            counts=counts,
+            numel=numel,
+            exact=value,
+            length=_length(call, [tensor for _, tensor in operands], output),
+            num_full_rows=None if rows is None else int(unwrap(rows).sum()),
+            operands=tuple(describe_operand(name, tensor, worst, output) for name, tensor in operands),
+        )
+
+
+def _before_reduction(call: Invocation) -> torch.Tensor | None:
+    """Return what a loss of torch's computes for each element, before its mean or sum; None for any other op."""
+    if not dict(call.arguments()).get("reduction"):
+        return None
+    with torch.no_grad(), without_autocast():
+        return numbers_in(call.with_argument("reduction", 0).run())
+
+
+def find_passed_on(name: str, operands: Sequence[torch.Tensor], output: torch.Tensor) -> torch.Tensor | None:
+    """Return where an op only passes on what it was given at the same element; None if it is no elementwise op.
+
+    That is an infinity for an infinity, as masked rows are no sample's fault, and a NaN for a NaN. A function that is
+    infinite for some finite inputs makes NaN of infinities, and passes on both.
+    """
+    finds = (find_nonfinite,) if name in POINTWISE else (torch.isinf, torch.isnan)
+    passed = torch.zeros_like(output, dtype=torch.bool)
+    for values in (values for values in operands if not all_finite(values)):
+        if name in PRODUCTS or not _expands(values, output):
+            return None
+        for find in finds:
+            passed |= find(output) & find(values).expand(output.shape)
+    return passed
+
+
+def _expands(values: torch.Tensor, output: torch.Tensor) -> bool:
+    """Return False if an operand has another shape, as that of a reduction."""
+    sizes = zip(reversed(values.shape), reversed(output.shape), strict=False)
+    return values.dim() <= output.dim() and all(own in (1, whole) for own, whole in sizes)
+
+
+def _without_passed_on(call: Invocation, output: torch.Tensor) -> torch.Tensor:
+    """Return the output with zeros for what an elementwise op passes on."""
+    operands = [values for _, tensor in call.tensors() if (values := numbers_in(tensor)) is not None]
+    passed = find_passed_on(call.name, operands, output)
+    return output if passed is None else output.masked_fill(passed, 0.0)
+
+
+def _makes_of_finite(call: Invocation, outputs: Sequence[torch.Tensor]) -> bool:
+    """Return True if a function that is infinite for some finite inputs was given those, whatever is beside them."""
+    made = [values for output in outputs if (values := numbers_in(output)) is not None]
+    return call.name in POINTWISE and not all(all_finite(_without_passed_on(call, values)) for values in made)
+
+
+def _operand_values(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the numbers of an operand; integers too if the op computes with them, as a division does."""
+    is_integer = format_of(tensor.dtype) is None and tensor.dtype is not torch.bool
+    return tensor.double() if is_integer and name in ("self", "other") else numbers_in(tensor)
+
+
+def _recompute(call: Invocation, place: int, *, like: torch.Tensor) -> torch.Tensor | None:
+    """Return the op's output at `place` in float64 from the same inputs, or None if that fails (no float64 kernel)."""
+    try:
+        with torch.no_grad(), without_autocast():
+            output = call.mapped(_widen).run()
+    except (RuntimeError, NotImplementedError, TypeError, AssertionError):  # AssertionError: from a tensor class
+        return None
+    leaves = tree_tensors(output)
+    values = numbers_in(leaves[place]) if place < len(leaves) else None
+    with plain_torch():
+        return None if values is None or values.shape != like.shape else values.double()
+
+
+def _widen(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(FP64_FOR_ALL.get(value.dtype, value.dtype))
+    return FP64_FOR_ALL.get(value, value) if isinstance(value, torch.dtype) else value
+
+
+def _find_worst(nonfinite: torch.Tensor, exact: torch.Tensor | None) -> tuple[tuple[int, ...], float | None]:
+    """Return the non-finite element with the largest exact value, and that value; else the first one and None."""
+    places = nonfinite.numpy(force=True)
+    if exact is not None:
+        values = np.abs(exact.numpy(force=True))
+        magnitudes = np.where(places & (values < math.inf), values, -1.0)  # NaN < inf is False
+        worst = find_largest(magnitudes)
+        if magnitudes[worst] >= 0:
+            return worst, float(exact[worst])
+    return find_largest(places), None
+
+
+def describe_operand(name: str, tensor: torch.Tensor, worst: tuple[int, ...] | None, output: torch.Tensor) -> Operand:
+    """Return the counts of one operand, and its value where it meets the worst element of `output`, if it is finite."""
+    tensor = tensor.detach()
+    counts, limits = count_exactly(tensor)
+    meets = worst is not None and _expands(tensor, output)
+    value = float(tensor.expand(output.shape)[worst]) if meets else math.nan
+    return Operand(
+        name=name,
+        dtype=format_of(tensor.dtype) or FP64,
+        shape=tuple(tensor.shape),
+        absmax=max(abs(limits[0]), abs(limits[1])) if limits else None,
+        min=limits[0] if limits else None,
+        max=limits[1] if limits else None,
+        counts=counts,
+        at_worst=value if math.isfinite(value) else None,
+    )
+
+
+def _length(call: Invocation, operands: Sequence[torch.Tensor], output: torch.Tensor) -> int | None:
+    """Return how many terms one output element sums, for products and reductions; None if that is not known."""
+    if call.name in PRODUCTS:
+        return num_terms(call.name, dict(call.arguments()))
+    if len(operands) == 1 and output.numel() and operands[0].numel() > output.numel():
+        return operands[0].numel() // output.numel()
+    return None
+
+
+def full_rows(call: Invocation) -> torch.Tensor | None:
+    """Return the mask of rows that are -inf throughout, along a softmax's dimension or the keys of an attention mask.
+
+    That dimension has length 1 in the result, which is None for an op without such rows.
+    """
+    named = dict(call.arguments())
+    if call.name == "scaled_dot_product_attention":
+        mask = named.get("attn_mask")
+        if mask is None:
+            return None
+        return (~mask if mask.dtype == torch.bool else torch.isneginf(mask)).all(-1, keepdim=True)
+    scores, dim = named.get("self"), named.get("dim")
+    if not isinstance(scores, torch.Tensor) or not isinstance(dim, int) or not scores.is_floating_point():
+        return None
+    return torch.isneginf(scores).all(dim, keepdim=True) if scores.dim() else None

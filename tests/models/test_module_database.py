@@ -14,7 +14,7 @@ from nandoctor.dumps.dump import Dump
 from nandoctor.errors import ModelError
 from nandoctor.pipeline import replay_dump
 from nandoctor.step.settings import Settings
-from nandoctor.tracing.tensor_tree import walk_tensors
+from nandoctor.tracing.tensor_stats import walk_tensors
 
 pytest.importorskip("expecttest", reason="torch's own test tools import it")
 

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nandoctor.evidence.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, FP64
-from nandoctor.tracing import exact_counts
-from nandoctor.tracing.exact_counts import place_nonfinite
-from nandoctor.tracing.tensor_stats import SAMPLE_SIZE, add_counts, all_finite, collect, measure
+from nandoctor.tracing import tensor_stats
+from nandoctor.tracing.tensor_stats import SAMPLE_SIZE, add_counts, all_finite, collect, measure, place_nonfinite
 
 NAN, INF = math.nan, math.inf
 FLOATS = {
@@ -78,14 +77,14 @@ def test_counts_are_naive_ones_and_limits_of_finite_values(dtype, values):
 @given(values=st.lists(SPECIAL | st.floats(width=32), min_size=42, max_size=42))
 def test_counts_in_pieces_are_those_of_the_whole(layout, values):
     tensor = layout(torch.tensor(values, dtype=torch.float64).to(torch.float16).reshape(6, 7))
-    whole = exact_counts.count_exactly(tensor, place=True)
-    with mock.patch.object(exact_counts, "_AT_ONCE", 16):
-        assert exact_counts.count_exactly(tensor, place=True) == whole
+    whole = tensor_stats.count_exactly(tensor, place=True)
+    with mock.patch.object(tensor_stats, "_AT_ONCE", 16):
+        assert tensor_stats.count_exactly(tensor, place=True) == whole
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 4)])
 def test_of_no_numbers_nothing_is_counted(shape):
-    counts, limits = exact_counts.count_exactly(torch.zeros(shape))
+    counts, limits = tensor_stats.count_exactly(torch.zeros(shape))
     assert (counts.num_bad, counts.num_zero, counts.smallest, limits) == (0, 0, None, None)
 
 

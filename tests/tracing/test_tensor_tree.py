@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from nandoctor.tracing.tensor_tree import list_unread, walk_tensors
+from nandoctor.tracing.tensor_stats import list_unread, walk_tensors
 
 ONE = torch.ones(2, 3)
 
