@@ -53,8 +53,8 @@ from nandoctor.fixes.budget import TrialBudget
 from nandoctor.fixes.hidden_values import look_for_hidden
 from nandoctor.fixes.search import search_fixes
 from nandoctor.machine import is_out_of_memory
+from nandoctor.step.calls import own_loss
 from nandoctor.step.model_loading import ModelSource
-from nandoctor.step.recorded_step import own_loss
 from nandoctor.step.settings import Settings
 from nandoctor.step.setup import prepare
 from nandoctor.step.weights import nonfinite_state

@@ -126,7 +126,7 @@ def jit_autocast_mode():
 
 
 def torch_state():
-    from nandoctor.torch_switches import read_switches
+    from nandoctor.process_wide import read_switches
 
     return {
         "switches": read_switches(),

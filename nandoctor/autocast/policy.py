@@ -14,10 +14,9 @@ from nandoctor.autocast.kernels import install_kernels, keep_nonfinite, shared_k
 from nandoctor.autocast.literals import FP32_FOR_HALF, FP64_FOR_ALL, Wider, cuda_code, regions_patched
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import FORMATS, FP32, FP64, FloatFormat
-from nandoctor.process_wide import Shared
+from nandoctor.process_wide import Shared, exact_switches, switched
 from nandoctor.text import dtype_name
 from nandoctor.torch_compat import TORCH, check_torch, set_jit_autocast
-from nandoctor.torch_switches import exact_switches, switched
 
 PolicyName = Literal["fp32", "fp64", "cuda", "native"]
 

@@ -35,10 +35,10 @@ from nandoctor.dumps.packing import pack
 from nandoctor.dumps.recorded_format import FORMAT
 from nandoctor.dumps.trees import is_plain_data
 from nandoctor.machine import memory_of
+from nandoctor.process_wide import RECORDED, read_switches
 from nandoctor.source_files import PACKAGE_FOLDERS, defines_code, find_typed
 from nandoctor.step.argument_objects import NotDescribableError, describe_argument, find_standard
 from nandoctor.torch_compat import tree_tensors
-from nandoctor.torch_switches import RECORDED, read_switches
 from nandoctor.tracing.tensor_stats import walk_tensors
 from nandoctor.trees import PLAIN
 

@@ -15,9 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from nandoctor.capture.environment import read_autocast
 from nandoctor.errors import NanDoctorError
-from nandoctor.process_wide import is_forked
+from nandoctor.process_wide import is_forked, switched
 from nandoctor.torch_compat import compiled_call, find_compiler, is_transforming, outside_transforms, set_compiled_call
-from nandoctor.torch_switches import switched
 
 LOG = logging.getLogger("nandoctor")
 

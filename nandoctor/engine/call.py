@@ -19,8 +19,7 @@ from nandoctor.autocast.policy import Policy
 from nandoctor.dumps.classify import unwrapped_name
 from nandoctor.dumps.recorded_format import RandomStates, Recorded
 from nandoctor.dumps.stored_tensor import is_dense
-from nandoctor.process_wide import PerThread, generators_kept, held, is_forked
-from nandoctor.torch_switches import RECORDED, switched
+from nandoctor.process_wide import RECORDED, PerThread, generators_kept, held, is_forked, switched
 
 Batch = Mapping[str, torch.Tensor]
 

@@ -33,6 +33,7 @@ from nandoctor.errors import LossError
 from nandoctor.evidence.trace import ModuleCall, TensorStats
 from nandoctor.file_memory import cast_to_file, map_empty
 from nandoctor.machine import memory_of
+from nandoctor.process_wide import switched
 from nandoctor.torch_compat import (
     is_running_norm,
     no_subclass_methods,
@@ -42,7 +43,6 @@ from nandoctor.torch_compat import (
     storage_of,
     tree_tensors,
 )
-from nandoctor.torch_switches import switched
 from nandoctor.tracing.dispatch_hook import Invocation, Proceed, intercepting
 from nandoctor.tracing.module_tracer import Tracer
 from nandoctor.tracing.op_tracer import Known

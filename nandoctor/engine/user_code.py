@@ -26,10 +26,9 @@ from nandoctor.engine.module_state import run_backward
 from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.trace import Trace
 from nandoctor.machine import is_out_of_memory
-from nandoctor.process_wide import PerThread, Shared, generators_kept, held, is_forked
+from nandoctor.process_wide import PerThread, Shared, generators_kept, held, is_forked, read_switches, switched
 from nandoctor.source_files import is_installed
 from nandoctor.text import brief
-from nandoctor.torch_switches import read_switches, switched
 
 _OF_THE_REPLAY = {"gradients": True, "anomaly_detection": (False, True)}
 """Settings that a replay overrides: anomaly detection would raise at the NaN gradient that the replay looks for."""

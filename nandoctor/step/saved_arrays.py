@@ -22,7 +22,7 @@ from nandoctor.engine.reproduction import AUTOCAST_NAMES, SavedOutputs, are_roun
 from nandoctor.errors import DumpError
 from nandoctor.evidence.formats import BF16, FORMATS, FP16, FloatFormat
 from nandoctor.step.binding import Offer, required_names
-from nandoctor.step.recorded_step import as_passed
+from nandoctor.step.calls import as_passed
 from nandoctor.step.settings import Settings
 from nandoctor.tracing.tensor_stats import all_finite, format_of
 from nandoctor.trees import spell, walk

@@ -32,6 +32,7 @@ from nandoctor.engine.user_code import project_of
 from nandoctor.errors import ModelError, NanDoctorError
 from nandoctor.machine import memory_of, return_freed_memory
 from nandoctor.step.binding import Binding, bind_inputs, find_bindings
+from nandoctor.step.calls import bind_calls, bind_loss
 from nandoctor.step.code_references import (
     build_loss,
     check_method,
@@ -43,7 +44,6 @@ from nandoctor.step.code_references import (
     require_approval,
     state_to_load,
 )
-from nandoctor.step.losses import bind_loss
 from nandoctor.step.model_loading import (
     AS_YOUR_CODE,
     OTHER_ARGUMENTS,
@@ -53,7 +53,6 @@ from nandoctor.step.model_loading import (
     find_attribute,
     load_state,
 )
-from nandoctor.step.recorded_step import bind_calls
 from nandoctor.step.saved_arrays import SavedBatch, choose_policies, find_outputs, names_read, read_batch, weight_dtype
 from nandoctor.step.scripts import find_building, suggest_model
 from nandoctor.step.settings import Settings

@@ -14,8 +14,8 @@ from nandoctor.autocast.literals import cuda_code
 from nandoctor.autocast.policy import REFERENCE, Policy, apply_policy, cuda_autocast, torch_dtype
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import BF16, FP16
+from nandoctor.process_wide import read_switches, switched
 from nandoctor.torch_compat import FP32_PRODUCTS
-from nandoctor.torch_switches import read_switches, switched
 
 CPU = torch.device("cpu")
 CUDA_FP16, CUDA_BF16 = Policy(name="cuda", format=FP16), Policy(name="cuda", format=BF16)

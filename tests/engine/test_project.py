@@ -14,9 +14,9 @@ from torch import nn
 
 import nandoctor
 from nandoctor.engine.user_code import Project
+from nandoctor.process_wide import read_switches
 from nandoctor.step.model_loading import find_attribute
 from nandoctor.torch_compat import FP32_PRODUCTS
-from nandoctor.torch_switches import read_switches
 
 LAZY_MODEL = """
 import torch

@@ -10,7 +10,6 @@ import mutate
 import pytest
 import torch
 
-from nandoctor import torch_switches
 from nandoctor.case import replay
 from nandoctor.dumps.dump import summarize
 from nandoctor.dumps.reader import read_dump
@@ -18,6 +17,7 @@ from nandoctor.dumps.recorded_format import Autocast, Recorded
 from nandoctor.dumps.writer import write_dump
 from nandoctor.engine.call import recorded_backends
 from nandoctor.errors import DumpError, NanDoctorError
+from nandoctor.process_wide import RECORDED
 
 
 def hiding(item):
@@ -154,7 +154,7 @@ def test_an_odd_switch_is_left_as_it_is(value):
     """Of some torch would warn, in words of the file that no terminal may get."""
     cpu = Autocast(enabled=False, device="cpu", dtype="float16")
     before = torch.get_num_threads(), torch.get_float32_matmul_precision()
-    recorded = Recorded(autocast=cpu, backends=dict.fromkeys(torch_switches.RECORDED, value))
+    recorded = Recorded(autocast=cpu, backends=dict.fromkeys(RECORDED, value))
     with recorded_backends(recorded, torch.device("cpu")):
         assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == before
 

@@ -9,8 +9,7 @@ from torch import nn
 
 from nandoctor.dumps.dump import Dump
 from nandoctor.errors import LossError
-from nandoctor.step.losses import bind_loss
-from nandoctor.step.recorded_step import call_up_to_backward
+from nandoctor.step.calls import bind_loss, call_up_to_backward
 
 DUMP = Dump(path=Path("dump.pth"), nbytes=1, layout="plain", state={}, arrays={})
 OUTPUT = torch.tensor([[2.0, 0.0]])
