@@ -22,7 +22,7 @@ from nandoctor.step.model_loading import ModelSource
 from nandoctor.step.settings import ReplayOptions, Settings, StepOptions, anchor, settings_for
 from nandoctor.step.weights import take_weights
 from nandoctor.verification import Changed, Query, tell_if_changed, verify_dump
-from nandoctor.views.commands import command_arguments
+from nandoctor.views.fixes import command_arguments
 from nandoctor.views.plots import draw
 from nandoctor.views.save import save
 

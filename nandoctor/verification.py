@@ -42,7 +42,7 @@ from nandoctor.source_files import is_changed, is_installed, own_source, shown_p
 from nandoctor.step.model_loading import ModelSource
 from nandoctor.step.settings import Settings
 from nandoctor.text import are, join_first, mode_text, part_of, percent
-from nandoctor.views.commands import command_for
+from nandoctor.views.fixes import command_for
 from nandoctor.views.verification import describe_changes
 
 _PASSES = ("healthy", "not-reproduced")
@@ -280,7 +280,6 @@ def _notes(measured: Verification, query: Query, saved: DumpSummary, step: Faili
 
 
 _MAX_FILES = 500
-
 
 Changed = bool | Sequence[Path]
 """Files that the user says were changed; True for files that are not named."""

@@ -27,8 +27,7 @@ from nandoctor.capture.environment import (
     read_versions,
     source_file,
 )
-from nandoctor.capture.observer import Observer
-from nandoctor.capture.step import RecordedStep
+from nandoctor.capture.step import Observer, RecordedStep
 from nandoctor.capture.tensors import is_sharded
 from nandoctor.capture.updates import Update
 from nandoctor.dumps.packing import pack

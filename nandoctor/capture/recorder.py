@@ -19,8 +19,7 @@ from torch import nn
 from nandoctor.capture.dump_contents import describe, describe_training, fit_into
 from nandoctor.capture.environment import unwrap_model
 from nandoctor.capture.hooks import AFTER_UPDATE, BEFORE_UPDATE, Hook, attach, do_nothing, scout_autocast
-from nandoctor.capture.observer import Observer
-from nandoctor.capture.step import RecordedStep, held, pack_call
+from nandoctor.capture.step import Observer, RecordedStep, held, pack_call
 from nandoctor.capture.step_policy import OnSave, StepHistory, StepPolicy
 from nandoctor.capture.step_tracker import StepTracker
 from nandoctor.capture.tensors import can_join, refuse_unknown

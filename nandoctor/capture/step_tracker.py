@@ -14,8 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nandoctor.capture.hooks import Hook
-from nandoctor.capture.observer import Observer
-from nandoctor.capture.step import RecordedStep, held, pack_call
+from nandoctor.capture.step import Observer, RecordedStep, held, pack_call
 from nandoctor.capture.step_policy import StepPolicy
 from nandoctor.capture.tensors import Flag, can_join, flag_magnitude, flag_nonfinite
 from nandoctor.capture.updates import Trainers, Update

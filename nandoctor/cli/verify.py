@@ -27,8 +27,7 @@ from nandoctor.evidence.report import Fix, Report
 from nandoctor.evidence.verification import FixChoice, Verification, cannot_tell
 from nandoctor.source_files import PACKAGE_FOLDERS, decode_source
 from nandoctor.text import plural
-from nandoctor.views.commands import command_for
-from nandoctor.views.fixes import WHERE_TO_RUN, no_fix_heading
+from nandoctor.views.fixes import WHERE_TO_RUN, command_for, no_fix_heading
 from nandoctor.views.save import write_bytes
 
 EXIT_NOTHING_FAILED = 3

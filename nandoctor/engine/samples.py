@@ -315,7 +315,6 @@ _DIFFERENCES = (
     _differ_by_range,
 )
 
-
 _ANY_NUMBER = 1.0
 
 

@@ -29,7 +29,6 @@ NOTHING_FOUND: frozenset[Verdict] = frozenset({"healthy", "not-reproduced", "can
 """The replay saw nothing non-finite: "healthy" although all was checked, "not-reproduced" although the dump has some,
 "cannot-tell" as far as could be checked, "fixed" although the dump has some, because the code has changed since."""
 
-
 Grade = Literal["exact", "same-mask", "elsewhere", "finite", "no-reference"]
 ChangeKind = Literal["source", "cell", "snippet", "setting", "data", "state", "advice"]
 

@@ -42,7 +42,6 @@ Tensors = Mapping[str, torch.Tensor]
 _with_grad: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
 """For each saved input that required a gradient, the tensor that the last call got for it."""
 
-
 _MakeBatch = Callable[[Mapping[str, torch.Tensor]], Any]
 """Builds the loop's batch from arrays by name."""
 

@@ -287,7 +287,6 @@ def _sets_torch(node: ast.stmt) -> bool:
 
 _MAX_FILES = 200
 
-
 Options = tuple[str, ...]
 """The options of a command that name the code which builds a model."""
 

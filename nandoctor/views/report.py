@@ -22,7 +22,6 @@ from nandoctor.text import (
     samples_text,
 )
 from nandoctor.views.blocks import Block, Excerpt, Fact, Facts, Headline, Level, Plot, Section
-from nandoctor.views.commands import command_for, next_facts
 from nandoctor.views.evidence import (
     MEANINGS,
     describe_reproduction,
@@ -33,7 +32,7 @@ from nandoctor.views.evidence import (
     short_place,
     tone_of,
 )
-from nandoctor.views.fixes import VISIBLE_ERROR, fix_section
+from nandoctor.views.fixes import VISIBLE_ERROR, command_for, fix_section, next_facts
 from nandoctor.views.inspect_dump import file_blocks
 from nandoctor.views.layers import every_layer, layers_near
 

@@ -8,8 +8,7 @@ from nandoctor.evidence.report import Report
 from nandoctor.evidence.verification import CodeState, FixChoice, Verification, VerificationOutcome
 from nandoctor.text import brief, file_line, join_first, percent
 from nandoctor.views.blocks import Block, Fact, Facts, Headline, Section, Tone
-from nandoctor.views.commands import step_facts
-from nandoctor.views.fixes import code_of_fix, describe_outcome, every_check, how_to_apply, reason_facts
+from nandoctor.views.fixes import code_of_fix, describe_outcome, every_check, how_to_apply, reason_facts, step_facts
 
 _SHOWN: dict[VerificationOutcome, tuple[str, Tone]] = {
     "fixed": ("FIXED:", "good"),

@@ -15,7 +15,7 @@ from trainings import loss_of, make_batch, make_model
 import nandoctor
 from nandoctor import Recorder, cuda_autocast
 from nandoctor.capture.environment import Generators
-from nandoctor.capture.observer import StateKeeper
+from nandoctor.capture.step import StateKeeper
 from nandoctor.capture.tensors import JoinOrder
 from nandoctor.dumps.reader import read_dump
 
