@@ -12,8 +12,7 @@ from markupsafe import escape as escape_html
 
 from nandoctor.errors import NanDoctorError
 from nandoctor.text import diff_kind, printable, printable_code, split_code
-from nandoctor.views.blocks import Plot, document
-from nandoctor.views.excerpt import excerpt_lines
+from nandoctor.views.blocks import Plot, document, excerpt_lines
 from nandoctor.views.markdown import draw_markdown
 from nandoctor.views.plots import PLOTS, draw
 

@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from nandoctor.text import printable, printable_code, split_code
-from nandoctor.views.blocks import Block, Excerpt, Facts, Headline, Patch, Plot, Section, Table, Text
-from nandoctor.views.excerpt import excerpt_lines
+from nandoctor.views.blocks import Block, Excerpt, Facts, Headline, Patch, Plot, Section, Table, Text, excerpt_lines
 
 _MAX_ROWS = 20
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>|~$])")

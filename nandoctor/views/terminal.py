@@ -11,8 +11,20 @@ from rich.style import Style
 from rich.text import Text as Letters
 
 from nandoctor.text import diff_kind, printable, printable_code, shorten
-from nandoctor.views.blocks import Block, Column, Excerpt, Facts, Headline, Patch, Plot, Section, Table, Text, Tone
-from nandoctor.views.excerpt import excerpt_lines
+from nandoctor.views.blocks import (
+    Block,
+    Column,
+    Excerpt,
+    Facts,
+    Headline,
+    Patch,
+    Plot,
+    Section,
+    Table,
+    Text,
+    Tone,
+    excerpt_lines,
+)
 
 _INDENT = "  "
 _GAP = "  "

@@ -7,8 +7,7 @@ import re
 import factory
 from rich.console import Console
 
-from nandoctor.views.blocks import Excerpt, Facts, Headline, Patch, Plot, Section, Table, Text, document
-from nandoctor.views.excerpt import excerpt_lines
+from nandoctor.views.blocks import Excerpt, Facts, Headline, Patch, Plot, Section, Table, Text, document, excerpt_lines
 from nandoctor.views.html import card_of
 from nandoctor.views.markdown import draw_markdown
 from nandoctor.views.terminal import print_document

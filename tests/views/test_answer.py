@@ -5,7 +5,7 @@ from dataclasses import replace
 import factory
 import pytest
 
-from nandoctor.views.excerpt import excerpt_lines
+from nandoctor.views.blocks import excerpt_lines
 from nandoctor.views.report import answer_section, describe_verdict
 
 
