@@ -17,7 +17,7 @@ from wording import plain_text, words
 
 from nandoctor.evidence.codec import to_plain
 from nandoctor.evidence.report import SCHEMA, Grade, Report
-from nandoctor.views.document import document
+from nandoctor.views.blocks import document
 from nandoctor.views.markdown import draw_markdown
 
 ROOT = Path(__file__).parent.parent
