@@ -181,8 +181,8 @@ class _TriageRun:
             elapsed_s=time.perf_counter() - self._started,
             folder=str(self.store.folder),
         )
-        write_text(triage_lines(found), self.store.folder / LINES)
-        write_text(page_of(found), self.store.folder / PAGE)
+        write_text(triage_lines(found), self.store.folder / _LINES)
+        write_text(page_of(found), self.store.folder / _PAGE)
         return found
 
     def _with_fixes(self, group: Group) -> Group:
@@ -268,8 +268,8 @@ def _rank(group: Group) -> tuple[bool, int, str, str]:
     return group.verdict in NOTHING_FOUND, -len(group.paths), group.cause or "", f"{place.file}:{place.line:09}"
 
 
-PAGE = "index.html"
-LINES = "triage.jsonl"
+_PAGE = "index.html"
+_LINES = "triage.jsonl"
 _RESULTS, _REPORTS = "results", "reports"
 _KEY_DIGITS = 32
 
@@ -286,7 +286,7 @@ class Store:
         Raises:
             NanDoctorError: it holds other files, or it cannot be created.
         """
-        written = [self.folder / name for name in (PAGE, LINES)]
+        written = [self.folder / name for name in (_PAGE, _LINES)]
         known = (self.folder / _RESULTS).is_dir() and all(map(is_replaceable, written))
         if self.folder.is_dir() and any(self.folder.iterdir()) and not known:
             raise NanDoctorError(

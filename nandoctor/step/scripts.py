@@ -62,7 +62,7 @@ class Script:
 
     def __init__(self, path: Path, module: ModuleType, project: Project) -> None:
         tree = parse_source(path) or ast.parse(path.read_bytes(), str(path))  # which says why it is not Python
-        nodes = list(flattened(tree.body))
+        nodes = list(_flattened(tree.body))
         future = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
         postponed = any(alias.name == "annotations" for node in future for alias in node.names)
         self._flags = __future__.annotations.compiler_flag if postponed else 0
@@ -71,7 +71,7 @@ class Script:
         used = {name for statement in read for name in statement.reads}
         self._modules = {name for it in read if isinstance(it.node, ast.Import) for name in it.binds}
         self._statements = [_marked(replace(it, changes=it.changes - self._modules), used) for it in read]
-        self._functions = list(runnable(nodes))
+        self._functions = list(_runnable(nodes))
         self._defined = {name: it.reads for it in read if isinstance(it.node, _DEFINITIONS) for name in it.binds}
         # Python compiles `torch.exp(x)` in another way where it sees the import. Fixes are run by replacing equal code.
         seen = [inner for node in nodes if not isinstance(node, _DEFINITIONS) for inner in ast.walk(node)]
@@ -197,7 +197,7 @@ def _parse_what_is_given(parser: argparse.ArgumentParser, *args: Any, **kwargs: 
     return _parse_known_args(parser, *args, **kwargs)
 
 
-def flattened(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+def _flattened(body: list[ast.stmt]) -> Iterator[ast.stmt]:
     """Yield statements, with those under `if __name__ == "__main__":` in its place, and each import by itself."""
     for node in body:
         if isinstance(node, ast.Import):
@@ -208,7 +208,7 @@ def flattened(body: list[ast.stmt]) -> Iterator[ast.stmt]:
             yield node
 
 
-def runnable(nodes: Sequence[ast.stmt]) -> Iterator[tuple[ast.FunctionDef, ast.Call]]:
+def _runnable(nodes: Sequence[ast.stmt]) -> Iterator[tuple[ast.FunctionDef, ast.Call]]:
     """Yield the functions that a script calls at its top with all arguments that they need, each with such a call.
 
     One that needs none may be called in no place that is seen, as a command is; what calls it inside of functions is
@@ -344,8 +344,8 @@ def _makers_of(name: str, tree: ast.Module) -> list[str]:
 
 
 def _find_options(path: Path, tree: ast.Module, file: Path, name: str, parameters: Sequence[str]) -> Iterator[Options]:
-    top = list(flattened(tree.body))
-    statements = [*top, *(node for function, _ in runnable(top) for node in function.body)]
+    top = list(_flattened(tree.body))
+    statements = [*top, *(node for function, _ in _runnable(top) for node in function.body)]
     known = set[str]()
     for statement in statements:
         match statement:
