@@ -18,6 +18,7 @@ from nandoctor.causes.base import (
 )
 from nandoctor.causes.mask_constant_overflow import fitting_constants
 from nandoctor.causes.registry import find_cause, suggest_changes
+from nandoctor.changes.hold import HoldAtZero
 from nandoctor.changes.places import site_of
 from nandoctor.diagnosis.dimensions import name_dimensions, with_samples
 from nandoctor.diagnosis.origin import (
@@ -76,7 +77,13 @@ class Conclusion:
 def suspect(finding: Finding, cause: Cause | None) -> Suspect | None:
     """Return the op that a finding blames, with the changes that `cause` suggests; None if only a backward is known."""
     op = finding.forward if isinstance(finding, GradientFinding) else finding.op
-    return None if op is None else Suspect(site=site_of(op), suggestions=tuple(suggest_changes(cause, finding)))
+    if op is None:
+        return None
+    suggestions = tuple(suggest_changes(cause, finding))
+    if op.forward is not None:  # it computes a derivative: the code has the op that this belongs to
+        written = finding.ops[op.forward]
+        suggestions += tuple((HoldAtZero(site=site_of(written), argument=it.name),) for it in written.inputs[:1])
+    return Suspect(site=site_of(op), suggestions=suggestions)
 
 
 def diagnose_op(finding: Finding, cause: Cause | None, trace: Trace) -> tuple[Diagnosis, Suspect | None]:

@@ -34,7 +34,7 @@ _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _MAX_DIRECTORY_NBYTES = 32 << 20
 _HEAD_NBYTES = 512
 _MAX_PICKLE_NBYTES = 128 << 20
-_MAPPED_NBYTES = 256 << 20  # from this size on files are mapped, and a replay leaves the weights there
+_MAPPED_NBYTES = 64 << 20  # from this size on files are mapped, and a replay leaves the weights there
 
 _COPY_AGAIN = (
     "Copy it again from where it was written; if that one is short too, the disk was full or the run was killed."

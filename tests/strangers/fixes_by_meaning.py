@@ -384,3 +384,13 @@ lifted("by hand", "numerics . sub indeterminate-form", PADDED, "verified togethe
 # --- what float64 rounds to 0 as well, and smaller inputs show
 
 lifted("tail", "numerics . log log-of-zero", FAR, "verified stable-log", lambda h, x: h + torch.log(torch.erfc(x / 30)))
+
+# --- a derivative that is differentiated again, and is singular itself
+
+
+def slope_of_sinc(h, x):
+    (slope,) = torch.autograd.grad(torch.sinc(h * x).sum(), h, create_graph=True)
+    return slope
+
+
+lifted("a_slope_of_sinc", TRAP.format("div"), ZEROS, "verified hold-at-zero", slope_of_sinc)
