@@ -4,6 +4,7 @@ import json
 import math
 import shlex
 import sys
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -129,6 +130,13 @@ def test_the_diagnosis_is_printed_before_a_fix_is_tried(monkeypatch):
     assert result.stdout.startswith("`self.scale(image)` reaches 120,000; fp16 stops at 65,504\n")
     assert "reproduces" in result.stdout
     assert isinstance(result.exception, RuntimeError)
+
+
+def test_a_file_is_written_though_nobody_reads_the_screen(monkeypatch, workplace):
+    for screen in ("nandoctor.views.progress", "nandoctor.cli.shared"):
+        monkeypatch.setattr(f"{screen}.print_document", mock.Mock(side_effect=BrokenPipeError))
+    assert run("replay", *SICK, "-o", "unread.md").exit_code == 141
+    assert (workplace / "unread.md").exists()
 
 
 RUN = frozenset({"model", "step"})

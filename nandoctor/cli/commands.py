@@ -58,10 +58,12 @@ def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, **
     output = None if as_json else OutputConsole(file=sys.stdout)  # before what a model prints is redirected
     display = ReplayDisplay(output)
     report = call("replay", dump, options, display).report
-    if not as_json:
-        has_page = any(path.suffix.lower() == ".html" for path in outputs)
-        show(report, num_told=display.num_told, has_page=has_page)
-    _write_all(report, outputs, as_json=as_json)
+    try:
+        if not as_json:
+            has_page = any(path.suffix.lower() == ".html" for path in outputs)
+            show(report, num_told=display.num_told, has_page=has_page)
+    finally:  # the reader of the screen may have gone, as `head` does
+        _write_all(report, outputs, as_json=as_json)
     if display.interrupted:
         click.echo("nandoctor: interrupted; the report has what was found until then", err=True)
         sys.exit(EXIT_INTERRUPTED)
@@ -118,11 +120,11 @@ def repro(dump: Path, file: Path | None, **options: Any) -> None:
 
 
 def _write_all(report: Report, outputs: tuple[Path, ...], *, as_json: bool = False, kind: str = "ranges") -> None:
-    if as_json:
-        show(report, as_json=True)
     for path in outputs:
         save(report, path, plot=kind)
         tell(f"Wrote {path}")
+    if as_json:
+        show(report, as_json=True)
 
 
 @click.command(cls=GroupedCommand, examples=["inspect nan.pth"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from typing import Any
 
 from rich.console import Console
@@ -90,8 +90,9 @@ class ReplayDisplay(ReplayBar):
         """Print the answer, before any fix was tried, and go on to the bar of the search."""
         if self._output is not None:
             self.display.stop()
-            print_document(document(report)[:_NUM_KNOWN], self._output)
-            self._output.file.flush()
+            with suppress(BrokenPipeError):  # files are still to be written
+                print_document(document(report)[:_NUM_KNOWN], self._output)
+                self._output.file.flush()
             self.num_told = _NUM_KNOWN
             self.display.start()
         self.searched(0, None, "")

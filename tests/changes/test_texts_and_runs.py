@@ -62,7 +62,7 @@ CASES = {
     "guard of a method": ("return x.sqrt()", "sqrt", GUARD, "torch.where(x <= 0, 1.0, x).sqrt()"),
     "guard of a function": ("return torch.sqrt(x - 1)", "sqrt", GUARD, "torch.where(guarded <= 0, 0.0, torch.sqrt("),
     "held": ("return torch.sinc(x)", "sinc", HOLD, "torch.sinc(torch.where(zero, 1.0, x))"),
-    "held rows": ("return (x - x[0]).norm(2, 1)", "linalg_vector_norm", HOLD, "torch.where(zero.squeeze(1), given.norm("),
+    "held rows": ("return (x - x[0]).norm(2, 1)", "linalg_vector_norm", HOLD, "where(zero.squeeze(1), given.norm("),
     "held in all": ("return (x - x).norm(keepdim=True)", "linalg_vector_norm", HOLD, "(given == 0).all()"),
     "eps by default": (NORM.format(""), "layer_norm", partial(EPS, was=1e-5), ", eps=0.01)"),
     "eps by keyword": (NORM.format(", eps=1e-6"), "layer_norm", partial(EPS, was=1e-6), ", eps=0.01)"),
