@@ -10,6 +10,7 @@ import torch
 
 from nandoctor import __version__
 from nandoctor.autocast.policy import REFERENCE, Policy
+from nandoctor.changes.places import site_of
 from nandoctor.changes.setting import SetLossScale
 from nandoctor.diagnosis.backward import UNSCALED, conclude_backward
 from nandoctor.diagnosis.conclusion import (
@@ -31,6 +32,7 @@ from nandoctor.diagnosis.verdict import (
     describe_no_graph,
     describe_runs,
     doubt_draws,
+    doubt_gradients,
     doubt_precision,
     judge,
     judge_backward,
@@ -42,7 +44,14 @@ from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.engine.progress import Progress, listener_of
 from nandoctor.engine.reproduction import Preparation, Replayed, replay_from_reset, replay_plainly, reproduce, run_whole
 from nandoctor.engine.runner import CLOSELY, FailingStep, Watch
-from nandoctor.engine.samples import Symptom, describe_difference, fails_without, find_guilty, gradients_fail_without
+from nandoctor.engine.samples import (
+    Symptom,
+    describe_difference,
+    fails_without,
+    find_guilty,
+    gradients_fail_without,
+    raises_anyway,
+)
 from nandoctor.engine.updates import measure_slots, trace_update
 from nandoctor.errors import DumpError, LossError, ModelError
 from nandoctor.evidence.dump_summary import DumpSummary, Environment
@@ -52,13 +61,14 @@ from nandoctor.evidence.trace import Trace
 from nandoctor.fixes.budget import TrialBudget
 from nandoctor.fixes.hidden_values import look_for_hidden
 from nandoctor.fixes.search import search_fixes
+from nandoctor.fixes.variations import fails_with_any_loss, find_doubts
 from nandoctor.machine import is_out_of_memory
 from nandoctor.step.calls import own_loss
 from nandoctor.step.model_loading import ModelSource
 from nandoctor.step.settings import Settings
 from nandoctor.step.setup import prepare
 from nandoctor.step.weights import nonfinite_state
-from nandoctor.text import are, join_first, mode_text, number, part_of
+from nandoctor.text import are, brief, join_first, mode_text, number, part_of
 from nandoctor.torch_compat import other_torch
 from nandoctor.tracing.tensor_stats import measure_all
 
@@ -121,21 +131,48 @@ def _diagnose_step(preparation: Preparation) -> Diagnosed:
     findings = _diagnose(replayed, preparation)
     if findings.verdict == "state" and (reset := replay_from_reset(replayed, preparation)) is not None:
         replayed, findings = reset, _diagnose(reset, preparation)
-    fails_in_fp32 = findings.conclusion.in_fp32  # or its gradients may, which were not asked for
-    may_fail = fails_in_fp32 or (findings.verdict == "precision" and replayed.step.loss is not None)
-    # An assumed precision in which the step raises an error, as for two dtypes, may not be the training's.
-    unlike = not fails_in_fp32 or replayed.trace.raised is not None
-    plain = replay_plainly(replayed, preparation, without_output=unlike) if may_fail else None
-    if plain is not None:
-        found = _diagnose(plain, preparation)
-        if fails_in_fp32 or found.verdict not in NOTHING_FOUND:
-            replayed, findings = plain, found
-        elif plain.reproduction.grade != "no-reference":
-            replayed, findings = plain, doubt_precision(found, findings)
+    fails_in_fp32, raised = findings.conclusion.in_fp32, replayed.trace.raised is not None
+    if fails_in_fp32 or raised or _may_fail_in_fp32(replayed.step, findings):
+        replayed, findings = _without_guess(replayed, findings, preparation)
     step = findings.exposed or replayed.step
     findings = _name_samples(step, findings)
     report = _write_report(replayed, findings, preparation, summary)
     return Diagnosed(report=report, step=step, findings=findings, random=replayed.any_random)
+
+
+def _may_fail_in_fp32(step: FailingStep, findings: Findings) -> bool:
+    """Return True if fp32's failure was not seen, or its gradients not asked for."""
+    is_open = findings.verdict in ("precision", "healthy", "cannot-tell")
+    return is_open and (step.loss is not None or not findings.reference.finite)
+
+
+def _without_guess(replayed: Replayed, findings: Findings, preparation: Preparation) -> tuple[Replayed, Findings]:
+    """Return the replay without autocast, and its findings, if autocast was only assumed and the failure is fp32's.
+
+    So it is if fp32 fails, or if the step cannot run under autocast at all: it raises an error whatever its values are,
+    as for two dtypes.
+    """
+    fails_in_fp32, raised = findings.conclusion.in_fp32, replayed.trace.raised
+    plain = replay_plainly(replayed, preparation, without_output=not fails_in_fp32 or raised is not None)
+    if plain is None:
+        return replayed, findings
+    found, low = _diagnose(plain, preparation), replayed.step.low
+    if fails_in_fp32 or found.verdict not in NOTHING_FOUND:
+        if findings.verdict in NOTHING_FOUND:
+            told = (
+                f"Nothing in the file shows the precision: the step is sound under {low} autocast, and fails without."
+            )
+            plain = replace(plain, notes=(told, *plain.notes))
+        return plain, found
+    sites = [suspect.site for suspect in findings.conclusion.suspects]
+    is_explained = bool(findings.trace.ops) and site_of(findings.trace.ops[-1]) in sites
+    if raised is not None and not is_explained and raises_anyway(replayed.step, sites):
+        what = brief(raised.splitlines()[0], 200)
+        told = f"All was run without autocast: under {low} the step ends in an error, whatever its values are. {what}"
+        return replace(plain, notes=(told, *plain.notes)), found
+    if findings.verdict in NOTHING_FOUND or plain.reproduction.grade == "no-reference":
+        return replayed, findings
+    return plain, doubt_precision(found, findings)
 
 
 def _with_own_loss(replayed: Replayed) -> Replayed:
@@ -210,6 +247,8 @@ def _diagnose(replayed: Replayed, preparation: Preparation) -> Findings:
             findings = replace(findings, gaps=(describe_no_graph(error.message),))
     if forward.verdict == "healthy" and findings.trace.finite:
         findings = look_for_hidden(step, findings)
+        if step.loss is None and findings.exposed is None:
+            findings = _diagnose_without_loss(step, findings)
     findings = conclude_optimizer(replace(findings, slots=measure_slots(dump.moments, step.model)))
     if dump.recorded.update is not None and findings.verdict == "healthy":
         findings = conclude_update(findings, dump.recorded.update, trace_update(step, preparation.updater))
@@ -304,6 +343,19 @@ def _diagnose_backward(step: FailingStep, findings: Findings) -> Findings:
     conclusion = replace(found, diagnoses=(*found.diagnoses, *also))
     growth = follow_gradient(found.diagnoses[0].origin, trace) if verdict == "precision" and found.diagnoses else ()
     return replace(findings, verdict=verdict, conclusion=conclusion, growth=tuple(growth))
+
+
+def _diagnose_without_loss(step: FailingStep, findings: Findings) -> Findings:
+    """Diagnose gradients that are non-finite whatever the loss is; else doubt them if those of a made-up loss are."""
+    doubted = find_doubts(step)
+    if doubted is None:
+        return findings
+    if fails_with_any_loss(doubted):
+        told = "No loss is known (--loss). That of the replay is made up: with any other the gradients are NaN as well."
+        found = _diagnose_backward(doubted, replace(findings, notes=(*findings.notes, told)))
+        return replace(found, exposed=doubted)
+    watch = Watch(stage="backward", statistics="none", ops=True, backward=True)
+    return replace(findings, gaps=(doubt_gradients(doubted.run(watch=watch).trace), *findings.gaps))
 
 
 def _outlives_forward(step: FailingStep, findings: Findings) -> bool:

@@ -105,7 +105,7 @@ class Editor:
             self._lines[statement].before += texts[1:]
 
     def wrap(self, statement: ast.stmt, header: str) -> None:
-        """Put a statement into the block of a `with` statement."""
+        """Put a statement into the block of a `with` statement, that of the statement before it if it is the same."""
         self._lines[statement].header = header
 
     def remove(self, statement: ast.stmt) -> None:
@@ -188,17 +188,21 @@ class Editor:
     def _statement(self, node: ast.stmt, lines: _Lines) -> _Region:
         """Return the lines of a statement as they become."""
         start, end = self.tree.lines_of(node)
-        indent = self.tree.indent_of(node)
+        indent, previous = self.tree.indent_of(node), self.tree.previous(node)
+        is_joined = previous is not None and bool(lines.header) and self._header_of(previous) == lines.header
 
         def make(inner: str) -> str:
-            texts = [*lines.before]
+            texts, inside = [*lines.before], indent + self.tree.unit if is_joined else indent
             if lines.header:
-                texts.append(lines.header)
+                texts += [] if is_joined else [lines.header]
                 inner = reindent(f"\n{inner}", "", self.tree.unit)[1:]
-            made = [f"{indent}{self._absolute(text, indent)}{self.tree.newline}" for text in texts]
+            made = [f"{inside}{self._absolute(text, inside)}{self.tree.newline}" for text in texts]
             return "".join([*made, "" if lines.is_removed else inner])
 
         return _Region(start=start, end=end, make=make)
+
+    def _header_of(self, node: ast.stmt) -> str:
+        return self._lines[node].header if node in self._lines else ""
 
     def _written(self, start: int, end: int, regions: Iterable[_Region]) -> str:
         """Return the text between two offsets with the regions inside written anew."""

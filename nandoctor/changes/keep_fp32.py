@@ -134,9 +134,10 @@ class KeepOp(SingleEdit):
 
 @kind_of_change
 class KeepLines(SingleEdit):
-    """Run lines in a wider format, and cast the result of the last one back: wide values widen what follows.
+    """Run lines in a wider format: fp32, or fp64 for what fp32 cannot hold.
 
-    The format is fp32 in a model without autocast; it is fp64 for what fp32 cannot hold.
+    The result of the last line is cast back, since wide values widen what follows; `off_autocast` the lines run with
+    autocast off, and their results stay fp32, as autocast's own do.
     """
 
     size: ClassVar[int] = 3
@@ -146,13 +147,14 @@ class KeepLines(SingleEdit):
     kind: Literal["keep-lines"] = "keep-lines"
     lines: tuple[SourceLine, ...]
     format: FloatFormat = FP32
+    off_autocast: bool = False
 
     @property
     def title(self) -> str:
         """The lines."""
         numbers = join_words([str(line.line) for line in self.lines])
         where = f"line{'s' * (len(self.lines) > 1)} {numbers} of {cell_name(self.lines[0].file)}"
-        return f"Compute {where} in {self.format}, and cast the result back"
+        return f"Compute {where} in {self.format}{'' if self.off_autocast else ', and cast the result back'}"
 
     @property
     def whole_lines(self) -> tuple[SourceLine, ...]:
@@ -165,7 +167,9 @@ class KeepLines(SingleEdit):
         for line in self.lines:
             change, statement = source.file(line.file), _statement_at(source, line)
             names = _widen_names(source, line, statement, method=method, wide=made)
-            if line is self.lines[-1]:
+            if self.off_autocast:
+                change.wrap(statement, OUT_OF_AUTOCAST)
+            elif line is self.lines[-1]:
                 if not (names or made):
                     raise CannotWriteError
                 _cast_result(change, statement, _cast_back(source, line, names))

@@ -118,6 +118,13 @@ class SourceTree:
         """Return the node directly around another."""
         return self._parents.get(node)
 
+    def previous(self, node: ast.stmt) -> ast.stmt | None:
+        """Return the statement before another one in the same block, None for the first."""
+        blocks = (getattr(self.parent(node), name, ()) for name in ("body", "orelse", "finalbody"))
+        block = next((block for block in blocks if isinstance(block, list) and node in block), [node])
+        place = block.index(node)
+        return block[place - 1] if place else None
+
     def statement_of(self, node: ast.AST) -> ast.stmt | None:
         """Return the simple statement, alone on its line, that evaluates the expression in each of its runs.
 

@@ -206,7 +206,8 @@ def replay_plainly(found: Replayed, preparation: Preparation, *, without_output:
     same = replace(preparation, modes=(step.mode.training,), seeds=(step.randomness.seed,))
     with suppress(ModelError):
         plain = _search((step.under(found.plain),), same)
-        if is_unseen or (_agrees(plain.reproduction) and not _agrees_better(found, plain)):
+        is_alike = is_unseen and plain.reproduction.grade == "no-reference"
+        if is_alike or (_agrees(plain.reproduction) and not _agrees_better(found, plain)):
             tried = replace(plain.reproduction, attempts=found.reproduction.attempts)
             return replace(plain, any_random=found.any_random, reproduction=tried)
     return None

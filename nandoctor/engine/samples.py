@@ -352,6 +352,14 @@ def fails_without(step: FailingStep, failing: Trace, sites: Sequence[OpSite]) ->
     return True
 
 
+def raises_anyway(step: FailingStep, sites: Sequence[OpSite]) -> bool:
+    """Return True if the step raises an error though all that these ops make is finite: its values are not why."""
+    with suppress(ModelError, LossError):
+        edits = [_MakeFinite(site=site) for site in sites]
+        return step.run(None, Watch(stage="closer look"), edits).trace.raised is not None
+    return True
+
+
 def gradients_fail_without(step: FailingStep, sites: Sequence[OpSite]) -> bool:
     """Return True if gradients are non-finite though all that these ops make is finite; False in doubt."""
     watch = Watch(stage="closer look", statistics="none", backward=True, ends_early=True)

@@ -20,7 +20,7 @@ from nandoctor.changes.state import ResetBuffers
 from nandoctor.diagnosis.conclusion import Conclusion, Findings, Suspect
 from nandoctor.engine.module_state import list_nonfinite_state
 from nandoctor.evidence.edits import Edit, OpSite, Together, flatten
-from nandoctor.evidence.formats import BF16, FP16, FP32, FP64
+from nandoctor.evidence.formats import BF16, FP16, FP32, FP64, FloatFormat
 from nandoctor.evidence.report import Counterfactual, StepSetting
 from nandoctor.evidence.trace import LOSS, OpCall, SourceLine, Trace
 from nandoctor.fixes.agreement import compare_runs
@@ -105,7 +105,7 @@ def _through_attribute(edit: Edit, model: nn.Module) -> Edit:
 
 def _in_fp32(lead: Suspect, findings: Findings, trials: Trials) -> Iterator[Candidate]:
     """Yield fp32 for the op, its line or a cast before it; if none passes, for the block's forward and the block."""
-    for kept in (*_op_in_fp32(lead, trials.step.model), *_casts_before(lead, findings.ops)):
+    for kept in dict.fromkeys((*_op_in_fp32(lead, trials.step.model), *_rounded_before(lead, findings))):
         yield (kept,)
         if trials.passes(kept):
             return
@@ -138,8 +138,9 @@ def _lines_in_fp32(leads: Sequence[Suspect], findings: Findings) -> Iterator[Can
         yield tuple(KeepLines(lines=following[: count + 1]) for count in range(len(following)))
 
 
-def lines_in_fp64(leads: Sequence[Suspect], findings: Findings) -> Iterator[Candidate]:
+def wider_lines(leads: Sequence[Suspect], findings: Findings, wide: FloatFormat) -> Iterator[Candidate]:
     """Yield the lines around the first origin, shortest first: from where a value is rounded to where it fits again."""
+    off_autocast = wide is FP32
     site, origin = _first_in_code(leads)
     ops = (op for op in findings.ops if op.phase != "backward" and site is not None and op.place.module == site.module)
     for lines in (_lines_of(ops), _lines_of(findings.inside)):
@@ -148,7 +149,7 @@ def lines_in_fp64(leads: Sequence[Suspect], findings: Findings) -> Iterator[Cand
             starts = range(max(place - _MOST_LINES + 1, 0), place + 1)
             spans = product(starts, range(place + 1, place + _MOST_LINES + 1))
             for start, end in sorted(spans, key=lambda span: (span[1] - span[0], -span[0])):
-                yield (KeepLines(lines=tuple(lines[start:end]), format=FP64),)
+                yield (KeepLines(lines=tuple(lines[start:end]), format=wide, off_autocast=off_autocast),)
 
 
 def _first_in_code(leads: Sequence[Suspect]) -> tuple[OpSite | None, SourceLine | None]:
@@ -205,12 +206,17 @@ def _op_in_fp32(lead: Suspect, model: nn.Module) -> tuple[KeepOp, ...]:
     return KeepOp(site=lead.site), KeepOp(site=line_of(lead.site))
 
 
-def _casts_before(lead: Suspect, seen: Sequence[OpCall]) -> Iterator[KeepOp]:
-    """Yield the casts to low precision in the user's code that an input of the op came through, such as `x.half()`."""
-    for made in (op for op in seen if op.phase != "backward" and site_of(op) == lead.site):
-        behind = chain.from_iterable(ancestors(seen, tensor, _CASTS_WITHIN) for tensor in made.inputs)
-        for op in behind:
-            if op.op in CASTS and is_low(op) and op.source is not None:
+def _rounded_before(lead: Suspect, findings: Findings) -> Iterator[KeepOp]:
+    """Yield the casts, such as `x.half()`, and what else in the user's code rounded what the op's inputs are made of.
+
+    What is too large in fp32 as well is not due to rounding, so that casts alone are tried.
+    """
+    ops, limit = findings.ops, findings.trace.format.max
+    for made in (op for op in ops if op.phase != "backward" and site_of(op) == lead.site):
+        same = findings.reference.by_key.get(made.key)
+        is_large = same is not None and any((stats.absmax or 0.0) > limit for stats in same.outputs)
+        for op in chain.from_iterable(ancestors(ops, tensor, _CASTS_WITHIN) for tensor in made.inputs):
+            if (op.op in CASTS or not (is_large or op.op in MOVES)) and is_low(op) and op.source is not None:
                 yield KeepOp(site=site_of(op))
 
 

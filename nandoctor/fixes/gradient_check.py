@@ -2,8 +2,8 @@
 
 GradScaler begins at 65,536 and may have lowered its scale since: the gradients are checked at the largest scale at
 which they are finite, but not below the step's (https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling). If no
-scale is known, they have to be finite at one from 65,536 to 256, or lower if they overflow without the failure as well.
-Too low a scale shows as an error, since small gradients are then rounded to zero.
+scale is known, or only the first, they have to be finite at one from 65,536 to 256, or lower if they overflow without
+the failure as well. Too low a scale shows as an error, since small gradients are then rounded to zero.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class GradientCheck:
 
     def __init__(self, trials: Trials, meaning: Meaning, *, healthy: tuple[int, ...]) -> None:
         self._trials, self._meaning, self._healthy = trials, meaning, healthy
-        self._own_scale = trials.step.mode.loss_scale
+        known = trials.step.mode.loss_scale
+        self._own_scale = None if known == _USUAL_SCALES[0] else known  # GradScaler's first says nothing of this step
 
     def run(self, change: Change) -> tuple[Result, float | None]:
         """Run the step at the largest scale at which its gradients are finite; that scale is None if there is none."""
@@ -152,7 +153,8 @@ class GradientCheck:
         if scale_set_by(change) is not None:
             return Said("not-checked", "the change sets it")
         if self._own_scale is None:
-            return Said("not-checked", "not known")
+            is_first = self._trials.step.mode.loss_scale is not None
+            return Said("not-checked", "only GradScaler's first is known" if is_first else "not known")
         grown = GROWTH * self._own_scale
         if scale is not None and scale >= grown:
             return Said("passed", f"gradients are finite at loss scale {number(grown)} too")

@@ -21,7 +21,6 @@ from nandoctor.engine.runner import CLOSELY, FailingStep, Outcome, Watch
 from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.report import Reproduction
 from nandoctor.evidence.trace import OpCall, TensorStats, Trace
-from nandoctor.fixes.variations import find_doubts
 from nandoctor.ops import COMPARISONS, SEES_NAN
 from nandoctor.text import are, join_first
 from nandoctor.tracing.tensor_stats import walk_tensors
@@ -36,17 +35,14 @@ def look_for_hidden(step: FailingStep, findings: Findings) -> Findings:
     """Return the findings of a step with a finite output, extended by its hidden non-finite values and their effects.
 
     Infinities and NaN written in the code are intended, and so are values that a selection removes without depending on
-    them. If there are no others and the loss is not known, the gradients of a made-up loss are checked. A diagnosis of
-    the backward pass comes after that of hidden values.
+    them. A diagnosis of the backward pass comes after that of hidden values.
     """
     with suppress(LossError, ModelError):  # a step that ran once may not run under the closer watch
         findings = _without_idle_buffers(step, findings)
         ops = findings.ops or step.run(watch=CLOSELY).trace.ops
         if _may_hide(ops, findings.trace):
             findings = _look(step, findings)
-    if findings.exposed is not None or step.loss is not None:
-        return findings
-    return replace(findings, gaps=(*find_doubts(step), *findings.gaps))
+    return findings
 
 
 def describe_hidden(step: FailingStep) -> str | None:

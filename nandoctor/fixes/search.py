@@ -18,7 +18,7 @@ from nandoctor.diagnosis.conclusion import Findings, is_mask
 from nandoctor.diagnosis.run_summary import outputs_differ
 from nandoctor.engine.runner import FailingStep
 from nandoctor.evidence.edits import Edit, SourcePatch, Together, flatten, is_text_alone, only_widens
-from nandoctor.evidence.formats import BF16, FP16, FP64
+from nandoctor.evidence.formats import BF16, FP16, FP32, FP64, FloatFormat
 from nandoctor.evidence.report import (
     NOTHING_FOUND,
     Check,
@@ -36,9 +36,9 @@ from nandoctor.fixes.candidates import (
     by_lines,
     distinct_leads,
     join,
-    lines_in_fp64,
     propose,
     vary_settings,
+    wider_lines,
     without_guilty,
 )
 from nandoctor.fixes.fp32_sets import Kept, refine, search_fp32_sets
@@ -199,11 +199,13 @@ class _Search:
         """Try lines in fp64 until some pass, if the whole step in fp64 is finite."""
         whole = self._trials.look(UseFormat(format=FP64))
         if whole is not None and whole.finite:
-            leads = distinct_leads(self._findings.conclusion, self._step.model)
-            candidates = lines_in_fp64(leads, self._findings)
-            found = list[Fix]()
-            self._attempt(takewhile(lambda _: not any(fix.verified for fix in found), candidates), found)
-            self._tried += [fix for fix in found if fix.verified]
+            self._try_lines(FP64)
+
+    def _try_lines(self, wide: FloatFormat) -> None:
+        leads = distinct_leads(self._findings.conclusion, self._step.model)
+        found, candidates = list[Fix](), wider_lines(leads, self._findings, wide)
+        self._attempt(takewhile(lambda _: not any(fix.verified for fix in found), candidates), found)
+        self._tried += [fix for fix in found if fix.verified]
 
     def _new_verifier(self) -> Verifier:
         # A product that overflows in fp16 is far from fp32's limit, and such networks have the slowest float64 runs.
@@ -250,6 +252,8 @@ class _Search:
         if findings.sound_in_fp32:
             self._fp32_sets, found = search_fp32_sets(findings, trials, is_fix=self._is_verified)
             self._attempt((self._as_printed(kept) for kept in found if self._is_of_use(kept)), self._from_fp32_sets)
+            if findings.trace.policy != "none" and not self._succeeded:
+                self._try_lines(FP32)
             if self._step.low is FP16 and not self._succeeded:  # the last resort: it costs precision everywhere
                 self._attempt([(UseFormat(format=BF16),)], self._tried)
             if self._step.loss is not None and not self._succeeded:

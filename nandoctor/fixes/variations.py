@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from nandoctor.diagnosis.conclusion import Gap
-from nandoctor.diagnosis.verdict import doubt_gradients
 from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.engine.call import Batch, Call
 from nandoctor.engine.module_state import is_large
@@ -92,20 +92,41 @@ def extreme_samples(samples: Sequence[int], call: Call) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*ordered[:1], *ordered[-1:])))
 
 
+_MOST_OUTPUTS = 4
 _SCALE = 2.0**-10
 """So small that a gradient is finite if only its size made it non-finite."""
 
 
-def find_doubts(step: FailingStep) -> tuple[Gap, ...]:
-    """Report a finite forward in training with non-finite gradients; large models are not checked, to save memory."""
+def find_doubts(step: FailingStep) -> FailingStep | None:
+    """Return the step with a made-up loss if its gradients are non-finite; None too for a large model, to save memory.
+
+    The step is one in training whose forward is finite, and whose loss is not known.
+    """
     is_trained = step.mode.training and any(parameter.requires_grad for parameter in step.model.parameters())
     if not is_trained or is_large(step.model):
-        return ()
+        return None
     stand_in = replace(step, loss=surrogate_loss, mode=replace(step.mode, loss_scale=_SCALE))
-    watch = Watch(stage="backward", statistics="none", backward=True)
-    try:
-        if not stand_in.run(watch=watch).trace.bad_gradients:
-            return ()
-        return (doubt_gradients(stand_in.run(watch=replace(watch, ops=True)).trace),)
-    except (LossError, ModelError):  # the output depends on no weight, or this device has no backward for it
-        return ()
+    return stand_in if _fails(stand_in) else None
+
+
+def fails_with_any_loss(step: FailingStep) -> bool:
+    """Return True if a gradient of 0 for any one tensor of the output makes others NaN: then that of any loss does.
+
+    A gradient is multiplied by derivatives alone, and 0 times a number is 0: one of them is infinite.
+    """
+    made = step.run(watch=Watch(stage="backward", statistics="none")).output
+    places = [place for place, (_, leaf) in enumerate(walk_tensors(made)) if leaf.is_floating_point()]
+    return 0 < len(places) <= _MOST_OUTPUTS and all(
+        _fails(replace(step, loss=partial(_no_loss, place=place))) for place in places
+    )
+
+
+def _no_loss(output: Any, _: Batch, *, place: int) -> torch.Tensor:
+    """Return 0, with a gradient of 0 for one tensor of the output."""
+    return ([*walk_tensors(output)][place][1].float() * 0).sum()
+
+
+def _fails(step: FailingStep) -> bool:
+    with suppress(LossError, ModelError):  # the output depends on no weight, or this device has no backward for it
+        return bool(step.run(watch=Watch(stage="backward", statistics="none", backward=True)).trace.bad_gradients)
+    return False

@@ -115,6 +115,7 @@ class Length(nn.Module):
 
 
 ONES = {"x": torch.ones(2, 1)}
+IN_FP16 = {"amp_dtype": "float16"}
 BECAUSE = "The step is finite under fp16 autocast but non-finite in fp32, because of {} ("
 
 
@@ -122,7 +123,8 @@ def no_fix(report):
     return not report.fixes
 
 
-@rows("cannot-tell", ONES, says=(BECAUSE.format("reciprocal"),), holds=no_fix)
+@rows("cannot-tell", ONES, says=(BECAUSE.format("reciprocal"),), holds=no_fix, **IN_FP16)
+@rows("numerics . reciprocal division-by-zero", ONES, says=("Nothing in the file shows",), name="fp16 is a guess")
 @rows("healthy", {"x": torch.full((2, 1), math.pi)}, name="fp32 that rounds as finitely")
 class Third(nn.Module):
     """A ratio whose divisor is zero in fp32, and a rounding error of fp16 in fp16."""
@@ -139,7 +141,7 @@ class Third(nn.Module):
         return 1 / (third.float() - 1 / 3)
 
 
-@rows("cannot-tell", ONES, says=(BECAUSE.format("reciprocal"),), holds=no_fix)
+@rows("cannot-tell", ONES, says=(BECAUSE.format("reciprocal"),), holds=no_fix, **IN_FP16)
 class BehindMask(Third):
     """The same, behind infinities that are meant."""
 
@@ -148,7 +150,10 @@ class BehindMask(Third):
         return self.ratio(self.scale(x)) * hidden.sum()
 
 
-@rows("cannot-tell", ONES, says=("non-finite in fp32, because of log (",), loss=lambda out, _: out.abs().log().mean())
+OF_LOG = {"says": ("non-finite in fp32, because of log (",), "loss": lambda out, _: out.abs().log().mean()}
+
+
+@rows("cannot-tell", ONES, **OF_LOG, **IN_FP16)
 class WithoutRatio(Third):
     def ratio(self, third):
         return third.float() - 1 / 3

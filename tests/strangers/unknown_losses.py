@@ -27,6 +27,10 @@ class Masked(nn.Linear):
         return self.clean(weights @ q, hidden)
 
 
+def asks_for_a_loss(report):
+    return "--loss" in report.next_steps[0]
+
+
 CLEANED = {
     "filled": lambda rows, hidden: rows.masked_fill(hidden[..., None], 0.0),
     "picked": lambda rows, hidden: rows[~hidden],
@@ -34,29 +38,20 @@ CLEANED = {
 }
 
 
-def asks_for_a_loss(report):
-    return "the gradients of a made-up loss are not" in report.headline and "--loss" in report.next_steps[0]
-
-
 def tells_the_product(report):
     return report.headline.endswith("multiplies that NaN by 0, which is NaN")
 
 
 for name, clean in CLEANED.items():
-    rows("cannot-tell", BATCH, clean, name=name, holds=asks_for_a_loss)(Masked)
-    rows(
-        "numerics . softmax fully-masked-softmax",
-        BATCH,
-        clean,
-        name=f"{name}, with a loss",
-        line="weights = ",
-        holds=tells_the_product,
-        loss=lambda output, _: output.float().sum(),
-    )(Masked)
+    masked = {"line": "weights = ", "holds": tells_the_product}
+    told = "with any other the gradients are NaN as well"
+    rows("numerics . softmax fully-masked-softmax", BATCH, clean, name=name, says=(told,), **masked)(Masked)
+    loss = {"never": (told,), "loss": lambda output, _: output.float().sum()}
+    rows("numerics . softmax fully-masked-softmax", BATCH, clean, name=f"{name}, a loss", **loss, **masked)(Masked)
 rows("healthy", {**BATCH, "hidden": HIDDEN & ~HIDDEN[1]}, lambda rows, _: rows, name="nothing to clean")(Masked)
 
 
-@rows("cannot-tell", ROWS, says=("the backward of sqrt (",))
+@rows("numerics . sqrt gradient-singularity", ROWS)
 @rows("healthy", ROWS, name="length in eval mode", mode="eval")
 @rows("healthy", ROWS, False)
 def length(is_trained=True):
@@ -66,6 +61,19 @@ def length(is_trained=True):
 class Length(nn.Linear):
     def forward(self, x):
         return (super().forward(x) * 0).square().sum(-1).sqrt()
+
+
+@rows(
+    "cannot-tell", ROWS, says=("the gradients of a made-up loss are not: the backward of mul (",), holds=asks_for_a_loss
+)
+class Steep(nn.Linear):
+    """A slope that passes fp32's limit only if the loss's own does not make it small."""
+
+    def __init__(self):
+        super().__init__(8, 8)
+
+    def forward(self, x):
+        return super().forward(x).float() * 1e-30 * 1e32 * 1e12
 
 
 @rows("healthy", ROWS)
