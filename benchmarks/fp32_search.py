@@ -16,9 +16,8 @@ from nandoctor.changes.keep_fp32 import KeepModule
 from nandoctor.engine.call import Call, Mode
 from nandoctor.engine.runner import FailingStep
 from nandoctor.evidence.formats import FP16
-from nandoctor.fixes.budget import TrialBudget
-from nandoctor.fixes.verify import Trials
-from nandoctor.minimal_sets import find_minimal_sets
+from nandoctor.fixes.fp32_sets import find_minimal_sets
+from nandoctor.fixes.verify import TrialBudget, Trials
 
 
 class Lane(nn.Module):

@@ -32,10 +32,9 @@ from nandoctor.evidence.edits import Edit, Together
 from nandoctor.evidence.report import Report
 from nandoctor.evidence.trace import describe_run
 from nandoctor.evidence.verification import CodeChange, CodeState, Verification
-from nandoctor.fixes.budget import BudgetSpent, TrialBudget
 from nandoctor.fixes.meaning import Meaning
 from nandoctor.fixes.proof import Verifier
-from nandoctor.fixes.verify import Trials
+from nandoctor.fixes.verify import BudgetSpent, TrialBudget, Trials
 from nandoctor.fixes.writing import WrittenChange
 from nandoctor.pipeline import Diagnosed, replay_dump
 from nandoctor.source_files import is_changed, is_installed, own_source, shown_path

@@ -9,8 +9,7 @@ from functools import cached_property
 from itertools import chain, takewhile
 
 from nandoctor.changes.editor import Editor
-from nandoctor.changes.source_tree import COMPREHENSIONS, FUNCTIONS, CannotWriteError, name_called
-from nandoctor.changes.text_lines import grouped
+from nandoctor.changes.source_tree import COMPREHENSIONS, FUNCTIONS, CannotWriteError, grouped, name_called
 from nandoctor.evidence.trace import OpCall
 
 _LOOPS = (ast.For, ast.AsyncFor, ast.While, *COMPREHENSIONS)

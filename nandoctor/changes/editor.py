@@ -10,8 +10,18 @@ from itertools import chain, count
 from pathlib import Path
 from types import MappingProxyType
 
-from nandoctor.changes.source_tree import CannotWriteError, SourceTree, names_in
-from nandoctor.changes.text_lines import ATOMS, as_part, grouped, is_closed, on_one_line, parse_expression, reindent
+from nandoctor.changes.source_tree import (
+    ATOMS,
+    CannotWriteError,
+    SourceTree,
+    as_part,
+    grouped,
+    is_closed,
+    names_in,
+    on_one_line,
+    parse_expression,
+    reindent,
+)
 from nandoctor.evidence.trace import SourceLine
 
 HAS_EFFECTS = (ast.Call, ast.NamedExpr, ast.Await)

@@ -6,9 +6,8 @@ from typing import Any, ClassVar, Literal
 
 from nandoctor.changes.places import in_place
 from nandoctor.changes.running_op import RunningOp
-from nandoctor.changes.source_tree import CannotWriteError
+from nandoctor.changes.source_tree import CannotWriteError, as_part
 from nandoctor.changes.source_writer import SourceWriter
-from nandoctor.changes.text_lines import as_part
 from nandoctor.evidence.edits import OpSite, SingleEdit, kind_of_change
 from nandoctor.evidence.trace import OpCall
 

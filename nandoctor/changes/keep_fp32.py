@@ -12,9 +12,8 @@ from nandoctor.changes.editor import Editor
 from nandoctor.changes.expression import Expression, applied
 from nandoctor.changes.places import cell_name, place_of
 from nandoctor.changes.running_op import RunningOp
-from nandoctor.changes.source_tree import CannotWriteError, SourceTree
+from nandoctor.changes.source_tree import CannotWriteError, SourceTree, on_one_line
 from nandoctor.changes.source_writer import SourceWriter
-from nandoctor.changes.text_lines import on_one_line
 from nandoctor.evidence.edits import OpSite, SingleEdit, Snippet, kind_of_change
 from nandoctor.evidence.formats import FP32, FloatFormat
 from nandoctor.evidence.trace import LOSS, SourceLine

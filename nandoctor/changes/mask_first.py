@@ -9,9 +9,8 @@ from nandoctor.changes.definitions import Definitions
 from nandoctor.changes.expression import Expression
 from nandoctor.changes.places import in_place, place_of
 from nandoctor.changes.running_op import RunningOp, is_tensor
-from nandoctor.changes.source_tree import CannotWriteError
+from nandoctor.changes.source_tree import CannotWriteError, grouped
 from nandoctor.changes.source_writer import SourceWriter
-from nandoctor.changes.text_lines import grouped
 from nandoctor.evidence.edits import OpSite, SingleEdit, kind_of_change
 from nandoctor.ops import DOMAINS
 from nandoctor.text import constant

@@ -6,9 +6,8 @@ from typing import Any, ClassVar, Literal
 
 from nandoctor.changes.expression import Expression
 from nandoctor.changes.running_op import RunningOp
-from nandoctor.changes.source_tree import CannotWriteError
+from nandoctor.changes.source_tree import CannotWriteError, grouped
 from nandoctor.changes.source_writer import SourceWriter
-from nandoctor.changes.text_lines import grouped
 from nandoctor.evidence.edits import OpSite, SingleEdit, kind_of_change
 
 _ATTENTION = "scaled_dot_product_attention"

@@ -8,9 +8,8 @@ from typing import ClassVar, Literal
 from nandoctor.changes.definitions import Definitions
 from nandoctor.changes.expression import Expression, root_of
 from nandoctor.changes.places import in_place
-from nandoctor.changes.source_tree import CannotWriteError, name_called, names_in
+from nandoctor.changes.source_tree import CannotWriteError, grouped, name_called, names_in
 from nandoctor.changes.source_writer import SourceWriter
-from nandoctor.changes.text_lines import grouped
 from nandoctor.evidence.edits import OpSite, SingleEdit, kind_of_change
 
 

@@ -31,10 +31,11 @@ from nandoctor.evidence.report import (
 )
 from nandoctor.evidence.trace import SourceLine, Trace
 from nandoctor.fixes.agreement import TOLERANCE
-from nandoctor.fixes.budget import BudgetSpent, TrialBudget
 from nandoctor.fixes.candidates import (
     by_lines,
+    cost_of,
     distinct_leads,
+    is_below,
     join,
     propose,
     vary_settings,
@@ -44,11 +45,9 @@ from nandoctor.fixes.candidates import (
 from nandoctor.fixes.fp32_sets import Kept, refine, search_fp32_sets
 from nandoctor.fixes.later_origins import LaterOrigins, find_later_origins
 from nandoctor.fixes.meaning import Meaning
-from nandoctor.fixes.notes import by_hand, describe_none, describe_search, distance_of
-from nandoctor.fixes.program_errors import find_program_error
+from nandoctor.fixes.notes import by_hand, describe_none, describe_search, distance_of, find_program_error
 from nandoctor.fixes.proof import Verifier
-from nandoctor.fixes.verify import Judgement, Trials
-from nandoctor.fixes.widening import cost_of, is_below
+from nandoctor.fixes.verify import BudgetSpent, Judgement, TrialBudget, Trials
 from nandoctor.fixes.writing import ChangeWriter, WrittenChange, write_title
 from nandoctor.ops import CASTS, PRODUCTS
 from nandoctor.text import constant, join_first

@@ -8,7 +8,7 @@ from made_traces import make_step, stats
 from torch import nn
 
 from nandoctor.causes.sentences import operand, past, subject, where_it_began
-from nandoctor.changes.signs import is_nonnegative
+from nandoctor.changes.stable_logs import is_nonnegative
 from nandoctor.engine.runner import Watch
 from nandoctor.evidence.formats import FP16
 from nandoctor.evidence.trace import OpCall, OpTensor, Place, SourceLine

@@ -8,8 +8,7 @@ from torch import nn
 
 from nandoctor.changes.constant import SetAttribute
 from nandoctor.changes.editor import Editor, Library
-from nandoctor.changes.source_tree import CannotWriteError, parse_source
-from nandoctor.changes.text_lines import negated
+from nandoctor.changes.source_tree import CannotWriteError, negated, parse_source
 from nandoctor.evidence.trace import SourceLine
 
 NO_LIBRARY = Library(has_module=lambda _: False, default_eps=lambda _: None)

@@ -9,7 +9,7 @@ from nandoctor.changes.setting import UseFormat
 from nandoctor.evidence.edits import flatten
 from nandoctor.evidence.formats import BF16, FP32, FP64
 from nandoctor.evidence.report import StepSetting
-from nandoctor.fixes.budget import BudgetSpent
+from nandoctor.fixes.verify import BudgetSpent
 from nandoctor.views.report import answer_section
 
 

@@ -19,10 +19,9 @@ from nandoctor.engine.runner import CLOSELY
 from nandoctor.evidence.edits import OpSite, SingleEdit
 from nandoctor.evidence.formats import BF16
 from nandoctor.fixes.agreement import BF16_TOLERANCE, TOLERANCE
-from nandoctor.fixes.budget import TrialBudget
 from nandoctor.fixes.meaning import Meaning
 from nandoctor.fixes.proof import Verifier
-from nandoctor.fixes.verify import Trials
+from nandoctor.fixes.verify import TrialBudget, Trials
 from nandoctor.fixes.writing import WrittenChange
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nandoctor.minimal_sets import MAX_SETS, find_minimal_sets
+from nandoctor.fixes.fp32_sets import MAX_SETS, find_minimal_sets
 
 
 class Oracle:
