@@ -28,12 +28,6 @@ def test_shortened_text_fits_and_keeps_both_ends(text, width):
         assert text.endswith(tail)
 
 
-@given(TEXT, st.integers(1, 30))
-def test_brief_text_is_printable_and_fits(text, width):
-    assert words.brief(text, width).isprintable()
-    assert len(words.brief(text, width)) <= width
-
-
 WORDS = {
     words.number: [
         (65504.0, "65,504"), (81234.4, "81,234"), (999.7, "1,000"), (0.031234, "0.0312"), (8_123_456.0, "8,123,456"),

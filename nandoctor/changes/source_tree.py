@@ -1,4 +1,4 @@
-"""A source file as Python's own syntax tree, in which a trace's positions are those of the nodes; and texts of parts."""
+"""A source file as Python's own syntax tree, in which a trace's positions are those of the nodes; texts of parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes the notes of a search: what was not tried, why nothing helped, what to do by hand, where the program is wrong."""
+"""Writes the notes of a search: what was not tried, why nothing helped, what to do by hand; errors of the program."""
 
 from __future__ import annotations
 

@@ -46,8 +46,6 @@ for name, clean in CLEANED.items():
     masked = {"line": "weights = ", "holds": tells_the_product}
     told = "with any other the gradients are NaN as well"
     rows("numerics . softmax fully-masked-softmax", BATCH, clean, name=name, says=(told,), **masked)(Masked)
-    loss = {"never": (told,), "loss": lambda output, _: output.float().sum()}
-    rows("numerics . softmax fully-masked-softmax", BATCH, clean, name=f"{name}, a loss", **loss, **masked)(Masked)
 rows("healthy", {**BATCH, "hidden": HIDDEN & ~HIDDEN[1]}, lambda rows, _: rows, name="nothing to clean")(Masked)
 
 
