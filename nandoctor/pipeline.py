@@ -352,8 +352,9 @@ def _diagnose_without_loss(step: FailingStep, findings: Findings) -> Findings:
         return findings
     if fails_with_any_loss(doubted):
         told = "No loss is known (--loss). That of the replay is made up: with any other the gradients are NaN as well."
-        found = _diagnose_backward(doubted, replace(findings, notes=(*findings.notes, told)))
-        return replace(found, exposed=doubted)
+        exposed = replace(doubted, mode=step.mode)
+        found = _diagnose_backward(exposed, replace(findings, notes=(*findings.notes, told)))
+        return replace(found, exposed=exposed)
     watch = Watch(stage="backward", statistics="none", ops=True, backward=True)
     return replace(findings, gaps=(doubt_gradients(doubted.run(watch=watch).trace), *findings.gaps))
 

@@ -114,8 +114,8 @@ def fails_with_any_loss(step: FailingStep) -> bool:
 
     A gradient is multiplied by derivatives alone, and 0 times a number is 0: one of them is infinite.
     """
-    made = step.run(watch=Watch(stage="backward", statistics="none")).output
-    places = [place for place, (_, leaf) in enumerate(walk_tensors(made)) if leaf.is_floating_point()]
+    made = step.run(watch=Watch(stage="backward", statistics="none", backward=True)).output
+    places = [place for place, (_, leaf) in enumerate(walk_tensors(made)) if leaf.requires_grad]
     return 0 < len(places) <= _MOST_OUTPUTS and all(
         _fails(replace(step, loss=partial(_no_loss, place=place))) for place in places
     )
