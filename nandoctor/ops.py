@@ -40,10 +40,13 @@ _ALIASES = {
 }
 
 
+def canonical(name: str) -> str:
+    """Return the name of an op of which torch has several."""
+    return _ALIASES.get(name, name)
+
+
 def _names(text: str) -> frozenset[str]:
-    """Return the names in a text, and their aliases."""
-    written = set(text.split())
-    return frozenset(written | {alias for alias, name in _ALIASES.items() if name in written})
+    return frozenset(text.split())
 
 
 Arguments = Mapping[str, Any]

@@ -21,12 +21,10 @@ TABLES = {
 # Each with its op and a call on tensors that `make` gives: all ones, or large random numbers.
 LINEAR = {
     "matmul": lambda make: make(3, 5) @ make(5, 4),
-    "linalg_matmul": lambda make: torch.linalg.matmul(make(3, 5), make(5, 4)),
     "inner": lambda make: torch.inner(make(3, 5), make(4, 5)),
     "mm": lambda make: torch.mm(make(3, 5), make(5, 4)),
     "bmm": lambda make: torch.bmm(make(2, 3, 5), make(2, 5, 4)),
     "linalg_matrix_power": lambda make: torch.linalg.matrix_power(make(5, 5), 2),
-    "matrix_power": lambda make: torch.matrix_power(make(5, 5), 2),
     "mv": lambda make: torch.mv(make(3, 5), make(5)),
     "dot": lambda make: torch.dot(make(5), make(5)),
     "vdot": lambda make: torch.vdot(make(5), make(5)),
@@ -42,7 +40,6 @@ LINEAR = {
     "addbmm": lambda make: torch.addbmm(make(3, 4), make(2, 3, 5), make(2, 5, 4), beta=0),
     "addr": lambda make: torch.addr(make(3, 4), make(3), make(4), beta=0),
     "outer": lambda make: torch.outer(make(3), make(4)),
-    "ger": lambda make: torch.ger(make(3), make(4)),
     "chain_matmul": lambda make: torch.ops.aten.chain_matmul([make(3, 5), make(5, 2), make(2, 4)]),
     "linalg_multi_dot": lambda make: torch.linalg.multi_dot([make(3, 5), make(5, 2), make(2, 4)]),
     "conv1d": lambda make: F.conv1d(make(2, 6, 9), make(4, 3, 3), groups=2),
@@ -60,7 +57,7 @@ LINEAR = {
     ),
 }  # fmt: skip
 UNTOLD = {
-    "linalg_vecdot", "tensordot", "einsum", "addbmm", "addr", "outer", "ger", "chain_matmul", "linalg_multi_dot",
+    "linalg_vecdot", "tensordot", "einsum", "addbmm", "addr", "outer", "chain_matmul", "linalg_multi_dot",
     "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "conv_tbc", "convolution", "_convolution",
 }  # fmt: skip
 BOUNDED = {

@@ -146,8 +146,9 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
                 for finite in (1e4, 1e3)
             )
     is_sum = finding.op.op in SUMS  # its second operand is bounded: a mask's -Inf in the first stays what it is
+    is_product = finding.op.op in {"mul", *PRODUCTS}
     largest = (1e4,) if is_sum else (1e4, finding.format.max)  # a mask's usual value, then the largest
-    for operand in finding.analysis.operands[is_sum:] if is_sum or finding.op.op == "mul" else ():
+    for operand in finding.analysis.operands[is_sum:] if is_sum or is_product else ():
         low, high = operand.counts.num_neginf > 0, operand.counts.num_posinf > 0
         if low or high:
             bounds = [(-limit if low else None, limit if high else None) for limit in largest]

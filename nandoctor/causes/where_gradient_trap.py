@@ -65,8 +65,10 @@ def suggest(finding: GradientFinding) -> Iterator[Candidate]:
     assert selection is not None
     yield from stable_forms(forward, finding.ops)
     guards = guard_candidate(forward, edge=singular_edge(forward))
-    if selection.op in SELECTIONS and guards:
-        yield from mask_candidates(forward, guards[0].argument, finding.ops, safe=guards[0].safe)
+    if selection.op in SELECTIONS and forward.inputs:
+        infinite = next(iter((*forward.nonfinite_inputs, *forward.inputs))).name
+        argument, safe = (guards[0].argument, guards[0].safe) if guards else (infinite, 0.0)
+        yield from mask_candidates(forward, argument, finding.ops, safe=safe)
     if not (forward.op in LOGARITHMS and selection.op == "index"):
         yield guards  # the next batch's label may select this 0, and 0 for its logarithm would mean no loss
     yield clamp_into_domain(forward)

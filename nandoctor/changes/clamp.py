@@ -160,9 +160,11 @@ class ClampArgument(SingleEdit):
 
 def _argument_in_words(op: str, argument: str) -> str:
     if argument == "other":
-        return "the divisor" if op in ("div", "true_divide") else "the second argument"
+        return "the divisor" if op == "div" else "the second argument"
     if argument in ("self", "input"):
         return "the first argument" if op in _BINARY else "the argument"
+    if argument.startswith("tensors["):
+        return f"operand {int(argument[8:-1]) + 1}"
     return f"the {argument or 'result'}" if argument in ("", "exponent") else argument
 
 

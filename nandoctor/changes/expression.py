@@ -82,11 +82,21 @@ class Expression:
         for keyword, value in self.arguments:
             if keyword in names:
                 return value
-        place = _PLACES.get(name)
         positional = [value for keyword, value in self.arguments if keyword is None]
+        place = _PLACES.get(name)
+        if (item := re.fullmatch(r"tensors\[(\d+)\]", name)) is not None:
+            positional, place = self._listed(positional), int(item[1])
         if place is None or place >= len(positional):
             raise CannotWriteError
         return positional[place]
+
+    def _listed(self, positional: list[ast.expr]) -> list[ast.expr]:
+        """Return the tensors of a list, or of einsum's arguments after its equation."""
+        given = positional[1:] if self.op_name == "einsum" else positional[:1]
+        match given:
+            case [ast.List(elts=elements) | ast.Tuple(elts=elements)]:
+                return elements
+        return given
 
     def argument(self, name: str) -> str:
         """Return the text of that argument."""

@@ -109,7 +109,7 @@ class KeepOp(SingleEdit):
     def write(self, source: SourceWriter) -> None:
         """Cast the operands; put a product outside autocast, which would cast them back."""
         if self.site.source is not None and self.is_line:
-            _write_line(source, self.site.source)
+            KeepLines(lines=(self.site.source,), off_autocast=True).write(source)
             return
         expression = source.open(self.site)
         if self.site.op in CASTS:
@@ -203,13 +203,6 @@ def _statement_at(source: SourceWriter, line: SourceLine) -> ast.stmt:
     if statement is None:
         raise CannotWriteError
     return statement
-
-
-def _write_line(source: SourceWriter, line: SourceLine) -> None:
-    """Put the whole statement outside autocast, and cast its tensors where their names are read."""
-    statement = _statement_at(source, line)
-    _widen_names(source, line, statement)
-    source.file(line.file).wrap(statement, OUT_OF_AUTOCAST)
 
 
 def _widen_names(

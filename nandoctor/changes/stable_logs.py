@@ -46,6 +46,7 @@ _LOGS = {
     "expm1": "{x} + torch.log(-torch.expm1({negated}))",  # of a large exp(x) - 1, as in the inverse of a softplus
     "sigmoid": "{F}.logsigmoid({x})",
     "cosh": f"torch.logaddexp({{x}}, {{negated}}) - {math.log(2):.8g}",
+    "i0": "torch.log(torch.special.i0e({x})) + {grouped}.abs()",
     "erfc": _NORMAL.format("{grouped}", -math.sqrt(2)),
 }
 """The logarithms of what these ops make of x."""

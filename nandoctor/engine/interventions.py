@@ -221,7 +221,9 @@ class _Running:
         self._call, self._proceed = call, proceed
 
     def argument(self, name: str) -> Any:
-        return dict(self._call.arguments()).get(name)
+        listed, _, place = name.rstrip("]").partition("[")  # tensors[1]
+        value: Any = dict(self._call.arguments()).get(listed)
+        return value[int(place)] if place else value
 
     def number(self, name: str) -> float | None:
         return dict(self._call.scalars()).get(name)
@@ -236,8 +238,12 @@ class _Running:
     def run(self, /, **arguments: Any) -> Any:
         call = self._call
         for name, value in arguments.items():
-            given = self.argument(name)
-            if name in call.signature.changed and isinstance(given, torch.Tensor):
+            given, (listed, _, place) = self.argument(name), name.rstrip("]").partition("[")
+            if place:
+                items = [*self.argument(listed)]
+                items[int(place)] = value
+                call = call.with_argument(listed, items)
+            elif name in call.signature.changed and isinstance(given, torch.Tensor):
                 given.copy_(value)
             else:
                 call = call.with_argument(name, value)

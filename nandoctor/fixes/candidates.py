@@ -65,8 +65,6 @@ def propose(findings: Findings, trials: Trials) -> Iterator[Candidate]:
         yield from together([specific(lead, trials.step.model) for lead in leads[:MAX_LEADS]])
     if findings.verdict in ("precision", "silent"):
         yield from _bounded_weights(findings)
-        if findings.trace.policy == "none":
-            yield from _lines_in_fp32(leads, findings)
         if len(leads) == 1:
             yield from specific(leads[0], trials.step.model)
             if not _overflows_elsewhere(leads[0], findings):
@@ -127,19 +125,9 @@ def _bounded_weights(findings: Findings) -> Iterator[Candidate]:
             yield (ClampArgument(site=site_of(op), argument="self", high=_LARGEST_EXPONENT, weight=name),)
 
 
-def _lines_in_fp32(leads: Sequence[Suspect], findings: Findings) -> Iterator[Candidate]:
-    """Yield the lines of a model in half precision from its first origin on, as far as a value may not fit again."""
-    site, origin = _first_in_code(leads)
-    ops = (op for op in findings.ops if op.phase != "backward" and site is not None and op.place.type == site.type)
-    lines = _lines_of(ops)
-    if origin in lines:
-        following = tuple(lines[lines.index(origin) :][:_MOST_LINES])
-        yield tuple(KeepLines(lines=following[: count + 1]) for count in range(len(following)))
-
-
 def wider_lines(leads: Sequence[Suspect], findings: Findings, wide: FloatFormat) -> Iterator[Candidate]:
     """Yield the lines around the first origin, shortest first: from where a value is rounded to where it fits again."""
-    off_autocast = wide is FP32
+    off_autocast = wide is FP32 and findings.trace.policy != "none"
     site, origin = _first_in_code(leads)
     ops = (op for op in findings.ops if op.phase != "backward" and site is not None and op.place.module == site.module)
     for lines in (_lines_of(ops), _lines_of(findings.inside)):

@@ -184,6 +184,8 @@ class _Search:
         if self._program_error is not None:
             self._untried.remove(_CHANGES)
             return
+        if self._findings.sound_in_fp32 and self._findings.trace.policy == "none":  # its weights are in half precision
+            self._try_lines(FP32)
         self._attempt(propose(self._findings, self._trials), self._tried)
         self._untried.remove(_CHANGES)
         if self._findings.verdict == "numerics" and not self._succeeded:
@@ -251,7 +253,7 @@ class _Search:
         if findings.sound_in_fp32:
             self._fp32_sets, found = search_fp32_sets(findings, trials, is_fix=self._is_verified)
             self._attempt((self._as_printed(kept) for kept in found if self._is_of_use(kept)), self._from_fp32_sets)
-            if findings.trace.policy != "none" and not self._succeeded:
+            if not self._succeeded:
                 self._try_lines(FP32)
             if self._step.low is FP16 and not self._succeeded:  # the last resort: it costs precision everywhere
                 self._attempt([(UseFormat(format=BF16),)], self._tried)

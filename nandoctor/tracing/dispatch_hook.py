@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from nandoctor.evidence.trace import SourceLine
-from nandoctor.ops import unread_inputs
+from nandoctor.ops import canonical, unread_inputs
 from nandoctor.process_wide import PerThread, Shared, held, patched
 from nandoctor.source_files import is_installed
 from nandoctor.torch_compat import (
@@ -47,7 +47,8 @@ _DIMENSIONS = frozenset({"dim", "dims"})
 class Signature(NamedTuple):
     """The parts of an op's schema that are used here, cached because torch rebuilds the objects on each access.
 
-    `name` is the aten name without namespace, overload, in-place underscore and `_nd`: `add` for `add_.Tensor`.
+    `name` is the aten name without namespace, overload, in-place underscore and `_nd`: `add` for `add_.Tensor`, and the
+    usual one of several: `div` for `true_divide`.
     `written` names the arguments that the op only writes to, `changed` all that it writes to; `eps` is the default of
     the argument of that name. `is_random`: it draws from torch's generator.
     """
@@ -70,7 +71,7 @@ def signature_of(op: OpOverload) -> Signature:
     marked = (it.name for it in schema.arguments if it.alias_info is not None and it.alias_info.is_write)
     statistics = (it.name for it in schema.arguments if it.name.startswith("running_"))  # of a batch norm, not marked
     return Signature(
-        name=name if name.startswith("_") else name.rstrip("_"),
+        name=canonical(name if name.startswith("_") else name.rstrip("_")),
         arguments=tuple(argument.name for argument in schema.arguments),
         written=frozenset(argument.name for argument in schema.arguments if argument.is_out),
         changed=frozenset((*marked, *statistics)),

@@ -88,6 +88,8 @@ def test_a_statement_is_put_into_a_block_with_others_before_it():
     change.replace(call.args[0], "w", ("w = x",))
     expected = '\t# first\n\tw = x\n\twith h:\n\t\ty = g(\n\t\t\tw,\n\t\t\t"""a\n\tb""",\n\t\t)  # done\n\treturn y\n'
     assert change.text().partition("\n\n")[2] == expected
+    change.wrap(change.tree.module.body[0].body[-1], "with h:")
+    assert change.text().endswith("\t\t)  # done\n\t\treturn y\n")
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,9 @@ WRITTEN = {
         "return (x.exp() - (-x).exp()) / (x.exp() + (-x).exp())", "div",
         ["return torch.exp(x - torch.logaddexp(x, -x)) - torch.exp(-x - torch.logaddexp(x, -x))"],
     ),
+    "log of i0": (
+        "return torch.log(torch.special.i0(x))", "log", ["return torch.log(torch.special.i0e(x)) + x.abs()"],
+    ),
     "log of cosh": ("return torch.log(torch.cosh(x))", "log", ["return torch.logaddexp(x, -x) - 0.69314718"]),
     "a squashed action": (
         "a = torch.tanh(x)\nreturn torch.log(1 - a ** 2).sum(-1)", "log",

@@ -48,7 +48,7 @@ PADDED = torch.rand(4, 8).index_put((torch.tensor([1, 3]), torch.tensor([5, 7]))
     *(8, 8),
     samples=(1, 3),
     loss=mean,
-    fix="verified clamp",
+    fix="verified mask-first",
 )
 class Padded(nn.Linear):
     """A divergence from a target with -Inf where there is none."""
