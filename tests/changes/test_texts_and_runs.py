@@ -49,7 +49,7 @@ CASES = {
     "of a function": ("return torch.log(x + 1)", "log", CLAMP, "torch.log((x + 1).clamp(min=0.5))"),
     "by its keyword": ("return torch.log(input=x)", "log", CLAMP, "torch.log(input=x.clamp(min=0.5))"),
     "one of einsum's": (
-        'return torch.einsum("i,i", x[0], x[2])', "einsum", partial(CLAMP, argument="tensors[1]"), "x[2].clamp(min=0.5)",
+        'return torch.einsum("i,i", x[0], x[2])', "einsum", partial(CLAMP, argument="tensors[1]"), ".clamp(min=0.5)",
     ),
     "divisor": ("return 1 / x", "reciprocal", partial(AWAY, argument="self"), "torch.where(x.abs() < 0.5, 0.5, x)"),
     "divisor by keyword": ("return torch.div(x, other=x)", "div", AWAY, "other=torch.where(x.abs() < 0.5, 0.5, x)"),
