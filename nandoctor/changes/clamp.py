@@ -9,10 +9,9 @@ from typing import Any, ClassVar, Literal
 
 from nandoctor.changes.expression import Expression, has_stars
 from nandoctor.changes.places import ancestors, in_place
-from nandoctor.changes.probes import edges_kept_off
 from nandoctor.changes.running_op import RunningOp, is_tensor
 from nandoctor.changes.source_tree import FUNCTIONS, CannotWriteError, grouped, name_called
-from nandoctor.changes.source_writer import SourceWriter
+from nandoctor.changes.source_writer import SourceWriter, edges_kept_off
 from nandoctor.evidence.edits import OpSite, SingleEdit, kind_of_change
 from nandoctor.evidence.formats import FORMATS
 from nandoctor.evidence.trace import OpCall

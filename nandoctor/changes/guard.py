@@ -9,10 +9,9 @@ from typing import Any, ClassVar, Literal
 
 from nandoctor.changes.expression import applied
 from nandoctor.changes.places import in_place
-from nandoctor.changes.probes import edges_kept_off
 from nandoctor.changes.running_op import RunningOp, is_tensor
 from nandoctor.changes.source_tree import CannotWriteError, name_called
-from nandoctor.changes.source_writer import SourceWriter
+from nandoctor.changes.source_writer import SourceWriter, edges_kept_off
 from nandoctor.evidence.edits import OpSite, SingleEdit, kind_of_change
 from nandoctor.text import constant
 
