@@ -230,7 +230,7 @@ class Case:
         """Draw one of the plots with matplotlib.
 
         Args:
-            kind: "ranges" (magnitudes of every layer) or "origin" (where in the tensor).
+            kind: one of those that `nandoctor plot --help` lists.
 
         Raises:
             NanDoctorError: there is no such kind, or the report lacks the numbers that it shows.
