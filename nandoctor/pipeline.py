@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -10,7 +12,6 @@ import torch
 
 from nandoctor import __version__
 from nandoctor.autocast.policy import REFERENCE, Policy
-from nandoctor.changes.places import site_of
 from nandoctor.changes.setting import SetLossScale
 from nandoctor.diagnosis.backward import UNSCALED, conclude_backward
 from nandoctor.diagnosis.conclusion import (
@@ -60,7 +61,7 @@ from nandoctor.evidence.report import NOTHING_FOUND, Origin, Report, Reproductio
 from nandoctor.evidence.trace import Trace
 from nandoctor.fixes.hidden_values import look_for_hidden
 from nandoctor.fixes.search import search_fixes
-from nandoctor.fixes.variations import fails_with_any_loss, find_doubts
+from nandoctor.fixes.variations import fails_with_any_loss, with_doubtful_loss
 from nandoctor.fixes.verify import TrialBudget
 from nandoctor.machine import is_out_of_memory
 from nandoctor.step.calls import own_loss
@@ -78,12 +79,14 @@ class Diagnosed:
     """A report without fixes, with the step and the findings that the search for fixes takes.
 
     Both are None if nothing was run. `random` is True if the step drew random numbers in any mode that was tried.
+    `in_fp32` runs the same without autocast, if that was only a guess and fp32 fails as well.
     """
 
     report: Report
     step: FailingStep | None = None
     findings: Findings | None = None
     random: bool = False
+    in_fp32: Callable[[], tuple[FailingStep, Findings] | None] = lambda: None
 
 
 def replay_dump(
@@ -119,10 +122,15 @@ def add_fixes(found: Diagnosed, settings: Settings) -> Report:
     budget = TrialBudget(max_trials=settings.max_trials, time_s=settings.time)
     with step.kept_ready():
         try:
-            return search_fixes(found.report, step, findings, budget)
+            report = search_fixes(found.report, step, findings, budget)
         except LossError as error:
             report = replace(found.report, notes=(*found.report.notes, f"{error.message} {error.remedy}"))
             return search_fixes(report, replace(step, loss=None), findings, budget)
+        if not any(fix.verified for fix in report.fixes) and (plain := found.in_fp32()) is not None:
+            told = f"With {step.low} autocast no change passed. Nothing in the file shows it: all were tried without."
+            second = search_fixes(replace(found.report, notes=(*found.report.notes, told)), *plain, budget)
+            report = second if any(fix.verified for fix in second.fixes) else report
+    return report
 
 
 def _diagnose_step(preparation: Preparation) -> Diagnosed:
@@ -137,7 +145,19 @@ def _diagnose_step(preparation: Preparation) -> Diagnosed:
     step = findings.exposed or replayed.step
     findings = _name_samples(step, findings)
     report = _write_report(replayed, findings, preparation, summary)
-    return Diagnosed(report=report, step=step, findings=findings, random=replayed.any_random)
+    found = Diagnosed(report=report, step=step, findings=findings, random=replayed.any_random)
+    is_guess = replayed.plain is not None and findings.verdict == "numerics"
+    return replace(found, in_fp32=partial(_diagnose_plainly, replayed, preparation)) if is_guess else found
+
+
+def _diagnose_plainly(replayed: Replayed, preparation: Preparation) -> tuple[FailingStep, Findings] | None:
+    """Return the step without autocast, and its findings; None if it does not fail so."""
+    plain = replay_plainly(replayed, preparation, without_output=True)
+    if plain is None:
+        return None
+    findings = _diagnose(plain, preparation)
+    step = findings.exposed or plain.step
+    return (step, _name_samples(step, findings)) if findings.verdict not in NOTHING_FOUND else None
 
 
 def _may_fail_in_fp32(step: FailingStep, findings: Findings) -> bool:
@@ -153,6 +173,8 @@ def _without_guess(replayed: Replayed, findings: Findings, preparation: Preparat
     as for two dtypes.
     """
     fails_in_fp32, raised = findings.conclusion.in_fp32, replayed.trace.raised
+    if findings.verdict in NOTHING_FOUND and _is_sound_plainly(replayed):
+        return replayed, findings
     plain = replay_plainly(replayed, preparation, without_output=not fails_in_fp32 or raised is not None)
     if plain is None:
         return replayed, findings
@@ -164,15 +186,24 @@ def _without_guess(replayed: Replayed, findings: Findings, preparation: Preparat
             )
             plain = replace(plain, notes=(told, *plain.notes))
         return plain, found
-    sites = [suspect.site for suspect in findings.conclusion.suspects]
-    is_explained = bool(findings.trace.ops) and site_of(findings.trace.ops[-1]) in sites
-    if raised is not None and not is_explained and raises_anyway(replayed.step, sites):
+    if raised is not None and raises_anyway(replayed.step):
         what = brief(raised.splitlines()[0], 200)
         told = f"All was run without autocast: under {low} the step ends in an error, whatever its values are. {what}"
         return replace(plain, notes=(told, *plain.notes)), found
     if findings.verdict in NOTHING_FOUND or plain.reproduction.grade == "no-reference":
         return replayed, findings
     return plain, doubt_precision(found, findings)
+
+
+def _is_sound_plainly(replayed: Replayed) -> bool:
+    """Return True if output, loss and gradients are finite without autocast too, or if it was not only assumed."""
+    if replayed.plain is None:
+        return True
+    with suppress(ModelError, LossError):
+        watch = Watch(stage="backward", statistics="none", backward=replayed.step.loss is not None)
+        trace = replayed.step.under(replayed.plain).run(watch=watch).trace
+        return trace.finite and not trace.bad_gradients
+    return True
 
 
 def _with_own_loss(replayed: Replayed) -> Replayed:
@@ -347,14 +378,15 @@ def _diagnose_backward(step: FailingStep, findings: Findings) -> Findings:
 
 def _diagnose_without_loss(step: FailingStep, findings: Findings) -> Findings:
     """Diagnose gradients that are non-finite whatever the loss is; else doubt them if those of a made-up loss are."""
-    doubted = find_doubts(step)
+    doubted = with_doubtful_loss(step)
     if doubted is None:
         return findings
     if fails_with_any_loss(doubted):
-        told = "No loss is known (--loss). That of the replay is made up: with any other the gradients are NaN as well."
+        told = "No loss is known (--loss). That of the replay is made up: any that reads the output fails so."
         exposed = replace(doubted, mode=step.mode)
         found = _diagnose_backward(exposed, replace(findings, notes=(*findings.notes, told)))
-        return replace(found, exposed=exposed)
+        if found.verdict not in NOTHING_FOUND and not found.inside:  # what is written by hand need not multiply
+            return replace(found, exposed=exposed)
     watch = Watch(stage="backward", statistics="none", ops=True, backward=True)
     return replace(findings, gaps=(doubt_gradients(doubted.run(watch=watch).trace), *findings.gaps))
 

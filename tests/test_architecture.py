@@ -34,23 +34,23 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_281, "tests": 30_000, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_390, "tests": 30_000, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
-    FILES: 2_915,
+    FILES: 2_947,
     "autocast": 790,
     "capture": 2_495,
-    "causes": 2_675,
+    "causes": 2_701,
     "changes": 3_178,
     "cli": 850,
-    "diagnosis": 1_933,
-    "dumps": 3_097,
-    "engine": 2_853,
+    "diagnosis": 1_934,
+    "dumps": 3_103,
+    "engine": 2_868,
     "evidence": 1_700,
-    "fixes": 4_158,
+    "fixes": 4_182,
     "fleet": 691,
     "repro_scripts": 629,
-    "step": 2_982,
+    "step": 2_987,
     "tracing": 1_664,
     "views": 2_671,
 }

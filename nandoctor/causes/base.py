@@ -24,9 +24,12 @@ from nandoctor.ops import (
     FILLS,
     GRADIENT_SUM,
     MOVES,
+    NORMALISATIONS,
     POINTWISE,
     PRODUCTS,
+    REDUCTIONS,
     SINGULAR_INPUTS,
+    SOFTMAXES,
     UNFILLED,
     is_factor,
 )
@@ -37,6 +40,7 @@ OFF_ZERO = (1e-12, 1e-6, 1e-4)
 _DEPTH = 16
 _EDGES = {-1.0, 0.0, 1.0}
 """Where the domains of functions end, as a rule."""
+_MIX_ELEMENTS = frozenset(PRODUCTS) | REDUCTIONS | NORMALISATIONS | SOFTMAXES | MOVES
 _NEAREST = 2
 
 CausePhase = Literal[
@@ -361,14 +365,25 @@ def guard_candidate(op: OpCall, *, edge: float | None = None) -> tuple[GuardArgu
 
 
 def mask_candidates(op: OpCall, argument: str, ops: Sequence[OpCall], *, safe: float = 0.0) -> Iterator[Candidate]:
-    """Yield changes that give an op a `safe` argument where a later op masks what is made of its result."""
-    made, site = {op.order}, site_of(op)
-    for later in (later for later in ops if later.phase != "backward"):
-        taken = [tensor for tensor in later.inputs if tensor.producer in made]
-        made |= {later.order} if taken else set()
+    """Yield changes that give an op a `safe` argument where a later op masks what is made of its result.
+
+    Nothing else reads it up to there, and each element is made of one.
+    """
+    made, site = op, site_of(op)
+    while not (made.op in _MIX_ELEMENTS or made.outputs[0].shape != op.outputs[0].shape):
+        order = made.order
+        readers = [it for it in ops if it.phase != "backward" and it.forward is None and _reads(it, order)]
+        if len(readers) != 1:
+            return
+        made = readers[0]
+        taken = [tensor for tensor in made.inputs if tensor.producer == order]
         # A mask are flags, or numbers from 0 to 1.
-        has_flags = any(it.stats is None or (it.stats.min, it.stats.max) == (0, 1) for it in later.inputs)
-        has_mask = later.op in ("where", "masked_fill", "mul") and has_flags
-        if len(taken) == 1 and (has_mask or (later.op in TRIANGLES and not safe)):
+        has_flags = any(it.stats is None or (it.stats.min, it.stats.max) == (0, 1) for it in made.inputs)
+        has_mask = made.op in ("where", "masked_fill", "mul") and has_flags
+        if len(taken) == 1 and (has_mask or (made.op in TRIANGLES and not safe)):
             masked = taken[0].name
-            yield (MaskFirst(site=site, argument=argument, safe=safe, mask=site_of(later), masked=masked),)
+            yield (MaskFirst(site=site, argument=argument, safe=safe, mask=site_of(made), masked=masked),)
+
+
+def _reads(op: OpCall, order: int) -> bool:
+    return any(tensor.producer == order for tensor in op.inputs)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import chain
 
 from nandoctor.causes.base import (
     Candidate,
@@ -30,10 +31,11 @@ from nandoctor.causes.base import (
     feeds_product,
     gradient_evidence,
     singular_edge,
+    writes_infinity,
 )
 from nandoctor.causes.sentences import subject
 from nandoctor.changes.constant import SetArgument
-from nandoctor.changes.places import site_of
+from nandoctor.changes.places import ancestors, site_of
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import OpCall, OpTensor
 from nandoctor.ops import BACKWARD_HOOK, DIVISIONS, FILLS, GRADIENT_SUM, PRODUCTS, SUMS
@@ -41,6 +43,8 @@ from nandoctor.text import kinds_text, plural
 
 TITLE = "NaN from infinities: inf - inf, 0 * inf or inf / inf"
 PHASES = ("forward", "backward")
+_STEPS = 8
+"""How many ops before this one are searched for those that wrote its infinities."""
 
 
 def diagnose(finding: Finding) -> Account | None:
@@ -129,6 +133,12 @@ def _meets_nan(op: OpCall) -> bool:
     return made or any(found.num_nan for found in counts if found is not None)
 
 
+def _writers(finding: Finding) -> Iterator[OpCall]:
+    """Yield the ops behind the operands that wrote the infinities, such as a mask's."""
+    behind = (ancestors(finding.ops, tensor, _STEPS) for tensor in finding.op.nonfinite_inputs)
+    yield from {site_of(op): op for op in chain.from_iterable(behind) if writes_infinity(op)}.values()
+
+
 def suggest(finding: Finding) -> Iterator[Candidate]:
     """Use a finite constant or factor instead of the infinity: 0 times it is 0."""
     if isinstance(finding, GradientFinding):
@@ -139,12 +149,13 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
             limits = (tensor.stats.dtype.max, 1e4)
             yield clamp_candidate(finding.forward, tensor.name, [(-limit, limit) for limit in limits])
         return
-    for name, value in finding.op.scalars:
-        if math.isinf(value):
-            yield tuple(
-                SetArgument(site=site_of(finding.op), argument=name, was=value, value=math.copysign(finite, value))
-                for finite in (1e4, 1e3)
-            )
+    for op in (finding.op, *_writers(finding)):
+        for name, value in op.scalars:
+            if math.isinf(value):
+                yield tuple(
+                    SetArgument(site=site_of(op), argument=name, was=value, value=math.copysign(finite, value))
+                    for finite in (1e4, 1e3)
+                )
     is_sum = finding.op.op in SUMS  # its second operand is bounded: a mask's -Inf in the first stays what it is
     is_product = finding.op.op in {"mul", *PRODUCTS}
     largest = (1e4,) if is_sum else (1e4, finding.format.max)  # a mask's usual value, then the largest

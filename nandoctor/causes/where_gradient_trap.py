@@ -66,7 +66,7 @@ def suggest(finding: GradientFinding) -> Iterator[Candidate]:
     yield from stable_forms(forward, finding.ops)
     guards = guard_candidate(forward, edge=singular_edge(forward))
     if selection.op in SELECTIONS and forward.inputs:
-        infinite = next(iter((*forward.nonfinite_inputs, *forward.inputs))).name
+        infinite = (*forward.nonfinite_inputs, *forward.inputs)[0].name
         argument, safe = (guards[0].argument, guards[0].safe) if guards else (infinite, 0.0)
         yield from mask_candidates(forward, argument, finding.ops, safe=safe)
     if not (forward.op in LOGARITHMS and selection.op == "index"):

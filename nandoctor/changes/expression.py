@@ -55,7 +55,7 @@ class Expression:
                 positional = [*owner, *(value for value in args if not isinstance(value, ast.Starred))]
                 return [(None, value) for value in positional] + [(it.arg, it.value) for it in keywords if it.arg]
             case ast.BinOp():
-                return [(None, item) for item in operands(self.node, self.op_name)]
+                return [(None, item) for item in operands(self.node, self.op_name, self.op)]
             case ast.AugAssign(target=target, value=value):
                 return [(None, target), (None, value)]
             case ast.UnaryOp(operand=value) | ast.Subscript(value=value):
@@ -93,6 +93,8 @@ class Expression:
     def _listed(self, positional: list[ast.expr]) -> list[ast.expr]:
         """Return the tensors of a list, or of einsum's arguments after its equation."""
         given = positional[1:] if self.op_name == "einsum" else positional[:1]
+        if self.op_name == "einsum" and not isinstance(positional[0], ast.Constant):
+            raise CannotWriteError  # its equation may be in lists of dimensions
         match given:
             case [ast.List(elts=elements) | ast.Tuple(elts=elements)]:
                 return elements
@@ -195,10 +197,14 @@ def has_stars(call: ast.Call) -> bool:
     return any(isinstance(value, ast.Starred) for value in call.args) or any(not item.arg for item in call.keywords)
 
 
-def operands(node: ast.BinOp, op: str) -> tuple[ast.expr, ast.expr]:
-    """Return the operands in the order in which torch's op takes them: x before 2 in `2 * x` and `1 - x`."""
-    is_number_first = op in _COMMUTES and number_in(node.left) is not None
-    return (node.right, node.left) if op in _REFLECTED or is_number_first else (node.left, node.right)
+def operands(node: ast.BinOp, op: str, call: OpCall | None = None) -> tuple[ast.expr, ast.expr]:
+    """Return the operands in the order in which torch's op takes them: x before 2 in `2 * x` and `1 - x`.
+
+    If the `call` took one tensor alone, an attribute is the number: x before `self.scale` in `self.scale * x`.
+    """
+    is_alone = call is not None and len(call.inputs) == 1 and not isinstance(node.right, ast.Attribute | ast.Constant)
+    is_number = number_in(node.left) is not None or (is_alone and isinstance(node.left, ast.Attribute))
+    return (node.right, node.left) if op in _REFLECTED or (op in _COMMUTES and is_number) else (node.left, node.right)
 
 
 def root_of(node: ast.expr) -> ast.expr | None:

@@ -197,8 +197,7 @@ class SourceTree:
 
     def previous(self, node: ast.stmt) -> ast.stmt | None:
         """Return the statement before another one in the same block, None for the first."""
-        blocks = (getattr(self.parent(node), name, ()) for name in ("body", "orelse", "finalbody"))
-        block = next((block for block in blocks if isinstance(block, list) and node in block), [node])
+        block = self.block_of(node)
         place = block.index(node)
         return block[place - 1] if place else None
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -229,8 +230,12 @@ class LogSpace:
         if name in ("sub", "rsub") and number_in(node.left) == 1:
             return self._log_of_rest(node.right)
         inner, of_power = self._named_op(self._definitions.resolved(node.left))
-        is_expm1 = name == "sub" and inner == "exp" and number_in(node.right) == 1
-        return self._filled(_LOGS["expm1"], of_power) if is_expm1 else None
+        if name != "sub" or inner != "exp":
+            return None
+        form = _LOGS["expm1"]
+        if number_in(node.right) != 1:
+            form = f"{{x}} + torch.log1p(-{grouped(self._leaf(node.right).text)} * torch.exp({{negated}}))"
+        return self._filled(form, of_power, is_partial=True)
 
     def _of_softmax(self, expression: Expression) -> _Log:
         logit, dims = self._leaf(expression.argument_node("self")), expression.texts_after_first()
@@ -239,11 +244,14 @@ class LogSpace:
             dims = [f"dim={value:g}" for key, value in expression.op.scalars if key == "dim"]
         return _Log(text=f"torch.log_softmax({', '.join([logit.text, *dims])})")
 
-    def _filled(self, form: str, expression: Expression) -> _Log:
+    def _filled(self, form: str, expression: Expression, *, is_partial: bool = False) -> _Log:
         """Return one of the `_LOGS` with the op's argument."""
-        x = self._leaf(expression.argument_node("self")).wide
+        argument = expression.argument_node("self")
+        is_twice = len(re.findall(r"\{(x|negated|grouped)\}", form)) > 1
+        has_effects = any(isinstance(below, HAS_EFFECTS) for below in ast.walk(argument))
+        x = (self._hoist(argument) if is_twice and has_effects else self._leaf(argument)).wide
         text = form.format(x=x, negated=negated(x), grouped=grouped(x), F=self._functional)
-        return _Log(text=text, is_partial="expm1" in form)
+        return _Log(text=text, is_partial=is_partial or "expm1" in form)
 
     def _log_of_rest(self, node: ast.expr) -> _Log | None:
         """Return the logarithm of 1 minus an expression."""

@@ -38,7 +38,7 @@ from nandoctor.evidence.edits import OpSite
 from nandoctor.evidence.formats import FP32, FloatFormat
 from nandoctor.evidence.report import Cause, Diagnosis, FirstNonfinite, Growth, Link, Origin, Verdict
 from nandoctor.evidence.trace import OpCall, OpTensor, TensorStats, Trace, UpdateTrace
-from nandoctor.ops import CASTS, MOVES, PRODUCTS
+from nandoctor.ops import CASTS, MOVES, PRODUCTS, SPREADS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,8 @@ def suspect(finding: Finding, cause: Cause | None) -> Suspect | None:
     suggestions = tuple(suggest_changes(cause, finding))
     if op.forward is not None:  # it computes a derivative: the code has the op that this belongs to
         written = finding.ops[op.forward]
-        suggestions += tuple((HoldAtZero(site=site_of(written), argument=it.name),) for it in written.inputs[:1])
+        if len(written.inputs) == 1 and written.op not in SPREADS:  # these are singular where all are the same
+            suggestions += ((HoldAtZero(site=site_of(written), argument=written.inputs[0].name),),)
     return Suspect(site=site_of(op), suggestions=suggestions)
 
 

@@ -94,6 +94,11 @@ class Dump:
         return scale if math.isfinite(scale) and scale > 0 else None
 
     @property
+    def has_first_scale(self) -> bool:
+        """True if the loss scale is the first of torch's GradScaler, and no update is known that it fitted."""
+        return self.loss_scale == _FIRST_SCALE and not self.scalars_by_last_name.get("_growth_tracker")
+
+    @property
     def scalars_by_last_name(self) -> dict[str, Any]:
         """The scalars by the last part of their dotted names; the first, if several have the same one."""
         return {name.rpartition(".")[2]: value for name, value in reversed(list(self.scalars.items()))}
@@ -110,6 +115,7 @@ def _is_nonfinite(value: Any) -> bool:
 
 
 _BUFFER_NAMES = frozenset({"running_mean", "running_var", "num_batches_tracked"})
+_FIRST_SCALE = 65536.0
 _SCALE_NAMES = frozenset({"scale", "loss_scale", "grad_scale", "scaler"})
 
 

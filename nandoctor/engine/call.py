@@ -101,11 +101,13 @@ def _of_all_samples(batch: Batch) -> list[torch.Tensor]:
 class Mode:
     """The precision in which a step runs, its loss scale and device, and whether its model is in train mode.
 
-    The backward pass is that of the loss x `loss_scale`, or of the loss itself if that is None.
+    The backward pass is that of the loss x `loss_scale`, or of the loss itself if that is None. `is_first_scale`: it is
+    the one that GradScaler begins with, and nothing in the file shows that gradients ever fitted it.
     """
 
     policy: Policy
     loss_scale: float | None = None
+    is_first_scale: bool = False
     device: torch.device
     training: bool = True
 

@@ -37,7 +37,7 @@ from nandoctor.engine.module_state import (
 )
 from nandoctor.engine.progress import Listener
 from nandoctor.engine.user_code import Project
-from nandoctor.errors import UnsupportedTorchError
+from nandoctor.errors import LossError, UnsupportedTorchError
 from nandoctor.evidence.edits import Change, flatten
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import ModuleCall, Place, TensorStats, Trace
@@ -222,7 +222,7 @@ def _record_once(step: FailingStep, watch: Watch, grad: bool, large: bool) -> tu
         gradient_scale=1.0 if large else mode.loss_factor,  # as `run_backward` keeps them
         kept=kept,
         out_of_memory=is_out_of_memory(error),
-        refused=error is not None and user_code.is_refusal(error),
+        refused=error is not None and user_code.is_refusal((isinstance(error, LossError) and error.__cause__) or error),
     ), error
 
 

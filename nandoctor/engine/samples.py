@@ -14,15 +14,17 @@ import torch
 
 from nandoctor.autocast.policy import REFERENCE, Policy
 from nandoctor.changes.batch import KeepSamples
+from nandoctor.changes.places import site_of
 from nandoctor.changes.running_op import RunningOp
 from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.engine.call import Call
 from nandoctor.engine.module_state import EndedEarly
-from nandoctor.engine.runner import FailingStep, Watch
+from nandoctor.engine.runner import CLOSELY, FailingStep, Watch
 from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.edits import OpSite, SingleEdit
 from nandoctor.evidence.report import Origin
 from nandoctor.evidence.trace import Place, Trace
+from nandoctor.ops import CHECKED_FILLS
 from nandoctor.text import MAX_SAMPLES_LISTED, constant, number
 from nandoctor.torch_compat import running_node
 from nandoctor.tracing.dispatch_hook import Invocation, Proceed, find_lines
@@ -352,12 +354,23 @@ def fails_without(step: FailingStep, failing: Trace, sites: Sequence[OpSite]) ->
     return True
 
 
-def raises_anyway(step: FailingStep, sites: Sequence[OpSite]) -> bool:
-    """Return True if the step raises an error though all that these ops make is finite: its values are not why."""
+def raises_anyway(step: FailingStep) -> bool:
+    """Return True if an operation raises the same error though all that the step makes is finite; False in doubt.
+
+    An error that code raises by itself, as for a value that is not finite, is about the values; so is that of a number
+    that does not fit, which the trace has as the last op.
+    """
     with suppress(ModelError, LossError):
-        edits = [_MakeFinite(site=site) for site in sites]
-        return step.run(None, Watch(stage="closer look"), edits).trace.raised is not None
-    return True
+        before = step.run(watch=CLOSELY)
+        sites = dict.fromkeys(site_of(op) for op in before.trace.ops if not op.outputs_finite)
+        if before.refused or any(op.op in CHECKED_FILLS and not op.outputs_finite for op in before.trace.ops[-1:]):
+            return False
+        try:
+            after = step.run(None, Watch(stage="closer look"), [_MakeFinite(site=site) for site in sites])
+        except (ModelError, LossError) as error:  # nothing non-finite was left
+            return before.trace.raised in [f"{type(it).__name__}: {it}" for it in (error, error.__cause__)]
+        return after.trace.raised is not None and after.trace.raised == before.trace.raised
+    return False
 
 
 def gradients_fail_without(step: FailingStep, sites: Sequence[OpSite]) -> bool:

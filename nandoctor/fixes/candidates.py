@@ -194,7 +194,7 @@ def _op_in_fp32(lead: Suspect, model: nn.Module) -> tuple[KeepOp, ...]:
 
 
 def _rounded_before(lead: Suspect, findings: Findings) -> Iterator[KeepOp]:
-    """Yield the casts, such as `x.half()`, and what else in the user's code rounded what the op's inputs are made of.
+    """Yield the casts, such as `x.half()`, and what else rounded what the op's inputs are made of, each with its line.
 
     What is too large in fp32 as well is not due to rounding, so that casts alone are tried.
     """
@@ -204,7 +204,7 @@ def _rounded_before(lead: Suspect, findings: Findings) -> Iterator[KeepOp]:
         is_large = same is not None and any((stats.absmax or 0.0) > limit for stats in same.outputs)
         for op in chain.from_iterable(ancestors(ops, tensor, _CASTS_WITHIN) for tensor in made.inputs):
             if (op.op in CASTS or not (is_large or op.op in MOVES)) and is_low(op) and op.source is not None:
-                yield KeepOp(site=site_of(op))
+                yield from (KeepOp(site=site_of(op)), KeepOp(site=line_of(site_of(op))))
 
 
 def smallest_in_fp32(lead: Suspect, model: nn.Module) -> Edit:

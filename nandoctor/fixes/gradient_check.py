@@ -67,8 +67,8 @@ class GradientCheck:
 
     def __init__(self, trials: Trials, meaning: Meaning, *, healthy: tuple[int, ...]) -> None:
         self._trials, self._meaning, self._healthy = trials, meaning, healthy
-        known = trials.step.mode.loss_scale
-        self._own_scale = None if known == _USUAL_SCALES[0] else known  # GradScaler's first says nothing of this step
+        mode = trials.step.mode
+        self._own_scale = None if mode.is_first_scale else mode.loss_scale
 
     def run(self, change: Change) -> tuple[Result, float | None]:
         """Run the step at the largest scale at which its gradients are finite; that scale is None if there is none."""
@@ -153,7 +153,7 @@ class GradientCheck:
         if scale_set_by(change) is not None:
             return Said("not-checked", "the change sets it")
         if self._own_scale is None:
-            is_first = self._trials.step.mode.loss_scale is not None
+            is_first = self._trials.step.mode.is_first_scale
             return Said("not-checked", "only GradScaler's first is known" if is_first else "not known")
         grown = GROWTH * self._own_scale
         if scale is not None and scale >= grown:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.functional import hardshrink
 
 from nandoctor.changes.clamp import ClampArgument
+from nandoctor.changes.constant import SetArgument
 from nandoctor.changes.guard import GuardArgument
 from nandoctor.changes.running_op import RunningOp, is_tensor
 from nandoctor.dumps.stored_tensor import is_dense
@@ -71,8 +72,8 @@ class Meaning:
 
     `behind` are the arrays, weights and buffers that the failing ops' arguments are computed from; all, if it is empty.
     `makers` are the places of the ops that made those in which they are singular, `by_hand` of those that compute
-    gradients in a hand-written backward. `gives_infinity`: the failing ops do, where the mean of no elements is NaN at
-    once.
+    gradients in a hand-written backward. `meets_infinity`: the failing ops give or take one, where the mean of no
+    elements is NaN at once.
     """
 
     def __init__(
@@ -82,10 +83,10 @@ class Meaning:
         behind: frozenset[str] = frozenset(),
         makers: frozenset[OpSite] = frozenset(),
         by_hand: frozenset[SourceLine | None] = frozenset(),
-        gives_infinity: bool = False,
+        meets_infinity: bool = False,
     ) -> None:
         self._trials, self._behind, self._makers = trials, behind, makers
-        self._by_hand, self._gives_infinity = by_hand, gives_infinity
+        self._by_hand, self._meets_infinity = by_hand, meets_infinity
 
     @cached_property
     def smaller(self) -> tuple[float, Trials] | None:
@@ -219,7 +220,7 @@ class Meaning:
             unknown, lacks = ~torch.isfinite(tends) & ~torch.isfinite(itself), self._lacks(name)
             if _with_other_numbers(edit) != edit:  # another form of the same puts no number anywhere
                 lacks = lacks | (torch.isneginf(tends) & ~torch.isfinite(itself))
-            if self._gives_infinity and bool(unknown.any()):
+            if self._meets_infinity and bool(unknown.any()):
                 lacks = lacks | (unknown & self._shows(edit, name))
             off = torch.where(torch.isfinite(tends), ours - tends, 0.0).abs().masked_fill(lacks, torch.inf)
             replaced = (off > TOLERANCE * _largest(tends)) & torch.isfinite(ours) & ~torch.isfinite(itself)
@@ -229,10 +230,21 @@ class Meaning:
         if self.is_by_hand(edit):
             return self._describe_by_hand(change, edit)
         # Where a value has no limit, such as log(0), that of a gradient means nothing.
-        if limit is None or not all(bool(torch.isfinite(values).all()) for values in limit.values.values()):
+        if limit is None:
             return None
+        if not all(bool(torch.isfinite(values).all()) for values in limit.values.values()):
+            return self._describe_shown(edit)
         is_open = not exact.gradients_finite
         return _describe_gradients(self._trials.exact(change), limit.gradients, everywhere=False) if is_open else None
+
+    def _describe_shown(self, edit: Edit) -> str | None:
+        """Describe a gradient that depends on the number that an edit puts for an infinity, and for nothing else."""
+        other, clamps = _with_other_numbers(edit), [it for it in flatten((edit,)) if isinstance(it, ClampArgument)]
+        is_other = other != edit and not any(clamp.keeps_sign for clamp in clamps)
+        if not (self._meets_infinity and is_other) or self.smaller is not None:
+            return None
+        name, off = largest_error(*(self._trials.exact(one) for one in (edit, other))) or ("", 0.0)
+        return f"the gradient of `{name}` depends on the number that is put" if off > TOLERANCE else None
 
     def is_by_hand(self, edit: Edit) -> bool:
         """Return True if an edit changes nothing but what a hand-written backward computes."""
@@ -363,12 +375,27 @@ class _MoveZeros(SingleEdit):
         return made.where(made != 0, self.by) if is_tensor(made) and made.is_floating_point() else made
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _WriteUnlike(SingleEdit):
+    """Write unlike numbers in place of one infinity; for a run alone, to see whether the numbers matter."""
+
+    site: OpSite
+    argument: str
+    value: float
+
+    def run(self, op: RunningOp) -> Any:
+        made = op.run(**{self.argument: self.value})
+        return torch.where(made == self.value, made * torch.linspace(1, 2, made.numel()).to(made).view_as(made), made)
+
+
 def _with_other_numbers(edit: Edit) -> Edit:
-    """Return the edit with other bounds of its clamps and other values of its guards."""
+    """Return the edit with other bounds of its clamps, other values of its guards, and unlike ones for infinities."""
     return join([_with_other_number(single) for single in flatten((edit,))])
 
 
 def _with_other_number(edit: SingleEdit) -> SingleEdit:
+    if isinstance(edit, SetArgument) and edit.value is not None and math.isinf(edit.was):
+        return _WriteUnlike(site=edit.site, argument=edit.argument, value=edit.value)
     if not isinstance(edit, ClampArgument | GuardArgument):
         return edit
     low, high = (4 * bound if bound is not None else None for bound in (edit.low, edit.high))

@@ -54,6 +54,7 @@ from nandoctor.text import constant, join_first
 from nandoctor.tracing.tensor_stats import measure_all
 
 _CHANGES, _FP32_SETS, _SETTINGS = "changes of the operation", "sets of modules in fp32", "other settings"
+_OF_INFINITIES = "indeterminate-form"
 _EPS_LOST = "optimizer-eps-underflow"
 _LARGEST_NEAR = 2.0**20  # fp32's rounding error there is at most 1/16
 _VISIBLE = TOLERANCE / 2  # a change that is so far off may be one for the next strength
@@ -95,15 +96,15 @@ def _gave_finite_output(trace: Trace) -> bool:
 def _rank(tried: list[Fix], from_fp32_sets: list[Fix], findings: Findings) -> list[Fix]:
     """Rank verified fixes first: changes at the origin, then sets found by search, then another format; by size.
 
-    Then come fixes that leave the origin as it is: they help because an input happens to arrive in fp32. Leaving out
-    samples, for this batch, is last. Workarounds follow, and what failed. Among changes of one size, the smaller error
-    is better.
+    What is visibly off comes after what is not. Then come fixes that leave the origin as it is: they help because an
+    input happens to arrive in fp32. Leaving out samples, for this batch, is last. Workarounds follow, and what failed.
+    Among changes of one size, the smaller error is better.
     """
 
-    def key(item: Fix) -> tuple[bool, bool, bool, bool, bool, bool, int, float]:
-        size = _size(item.edit, findings)
+    def key(item: Fix) -> tuple[bool, bool, bool, bool, bool, bool, bool, int, float]:
+        size, is_rough = _size(item.edit, findings), distance_of(item) > _VISIBLE
         is_workaround, elsewhere = item.workaround is not None, _is_only_upstream(item.edit, findings)
-        place = item.kind == "data", elsewhere, size >= WHOLE, item.patch not in at_origin
+        place = item.kind == "data", elsewhere, size >= WHOLE, is_rough, item.patch not in at_origin
         return not item.verified, not is_workaround, *place, size, distance_of(item)
 
     at_origin = {item.patch for item in tried}
@@ -190,7 +191,7 @@ class _Search:
         self._untried.remove(_CHANGES)
         if self._findings.verdict == "numerics" and not self._succeeded:
             self._try_fp64()
-        if self._findings.verdict == "numerics" and not self._helped:
+        if self._findings.verdict == "numerics" and not self._succeeded:
             self._try_later_origins()
         if self._findings.verdict == "numerics" and not self._helped:
             affected = self._guilty or self._findings.trace.rows_hit
@@ -232,7 +233,10 @@ class _Search:
             behind=list_behind(sites, self._findings.ops),
             makers=list_makers(sites, self._findings.ops),
             by_hand=frozenset(op.source for op in self._findings.inside),
-            gives_infinity=any({"+inf", "-inf"} & {*it.origin.elements.kinds} for it in found.diagnoses),
+            meets_infinity=any(
+                {"+inf", "-inf"} & {*it.origin.elements.kinds} or (it.cause and it.cause.code == _OF_INFINITIES)
+                for it in found.diagnoses
+            ),
         )
 
     def _try_later_origins(self) -> None:

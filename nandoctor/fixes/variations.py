@@ -97,7 +97,7 @@ _SCALE = 2.0**-10
 """So small that a gradient is finite if only its size made it non-finite."""
 
 
-def find_doubts(step: FailingStep) -> FailingStep | None:
+def with_doubtful_loss(step: FailingStep) -> FailingStep | None:
     """Return the step with a made-up loss if its gradients are non-finite; None too for a large model, to save memory.
 
     The step is one in training whose forward is finite, and whose loss is not known.
@@ -112,16 +112,16 @@ def find_doubts(step: FailingStep) -> FailingStep | None:
 def fails_with_any_loss(step: FailingStep) -> bool:
     """Return True if a gradient of 0 for any one tensor of the output makes others NaN: then that of any loss does.
 
-    A gradient is multiplied by derivatives alone, and 0 times a number is 0: one of them is infinite.
+    Torch multiplies a gradient by derivatives alone, and 0 times a number is 0: one of them is infinite.
     """
     made = step.run(watch=Watch(stage="backward", statistics="none", backward=True)).output
     places = [place for place, (_, leaf) in enumerate(walk_tensors(made)) if leaf.requires_grad]
     return 0 < len(places) <= _MOST_OUTPUTS and all(
-        _fails(replace(step, loss=partial(_no_loss, place=place))) for place in places
+        _fails(replace(step, loss=partial(_zero_loss, place=place))) for place in places
     )
 
 
-def _no_loss(output: Any, _: Batch, *, place: int) -> torch.Tensor:
+def _zero_loss(output: Any, _: Batch, *, place: int) -> torch.Tensor:
     """Return 0, with a gradient of 0 for one tensor of the output."""
     return ([*walk_tensors(output)][place][1].float() * 0).sum()
 

@@ -314,7 +314,12 @@ def _make_step(
         built={name: int(now[name].max()) == 1 for name in now if name in first and now[name].equal(first[name])},
         call=Call(batch=arrays, used=used, forward=partial(binding.forward, model), description=binding.description),
         loss=bind_loss(code.loss, dump, batch.make, used),
-        mode=Mode(policy=policy, loss_scale=scale, device=batch.offer.device),
+        mode=Mode(
+            policy=policy,
+            loss_scale=scale,
+            is_first_scale=settings.loss_scale is None and dump.has_first_scale,
+            device=batch.offer.device,
+        ),
         randomness=Randomness(states=dump.rng_states, host=dump.recorded.rng or RandomStates()),
         recorded=dump.recorded,
     )

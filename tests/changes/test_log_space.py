@@ -97,7 +97,7 @@ WRITTEN = {
     "log of a product": ("return x.sigmoid().prod(dim=1).log()", "log", ["return F.logsigmoid(x).sum(dim=1)"]),
     "inverse of a softplus": (
         "return torch.log(torch.exp(x.abs() + 1) - 1)", "log",
-        ["return x.abs() + 1 + torch.log(-torch.expm1(-(x.abs() + 1)))"],
+        ["logits = x.abs() + 1", "return logits + torch.log(-torch.expm1(-logits))"],
     ),
     "tanh": (
         "return (x.exp() - (-x).exp()) / (x.exp() + (-x).exp())", "div",

@@ -36,10 +36,9 @@ def test_where_the_program_is_wrong_nothing_is_prescribed(replay_step):
 
 
 def test_where_nothing_can_be_tried_the_reason_is_told(replay_step):
-    forward = "limits = torch.where(x > 0, torch.inf, x)\nreturn limits / limits"
-    report = replay_step(forward, {"x": torch.tensor([[0.5, -1.5]])})
+    report = replay_step("return torch.linalg.inv_ex(x * 0).inverse", {"x": torch.eye(2)})
     assert report.fixes == ()
-    assert "known that keeps its meaning (indeterminate-form). By hand: " in report.search_notes[-1]
+    assert "known that keeps its meaning (" in report.search_notes[-1]
 
 
 @pytest.mark.usefixtures("every_variation")

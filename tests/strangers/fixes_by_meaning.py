@@ -379,7 +379,7 @@ def by_hand(h, x):
 
 for step in (kept, filled, factor):
     lifted(step.__name__, "numerics . exp *", FAR, "verified mask-first", step, samples=(2,))
-lifted("by hand", "numerics . sub indeterminate-form", PADDED, "verified together", by_hand, samples=(1,))
+lifted("by hand", "numerics . sub indeterminate-form", PADDED, "verified set-argument", by_hand, samples=(1,))
 
 # --- what float64 rounds to 0 as well, and smaller inputs show
 
