@@ -88,6 +88,16 @@ class Meaning:
         self._trials, self._behind, self._makers = trials, behind, makers
         self._by_hand, self._meets_infinity = by_hand, meets_infinity
 
+    def on(self, trials: Trials) -> Meaning:
+        """Return the meaning of the step on another batch."""
+        return Meaning(
+            trials,
+            behind=self._behind,
+            makers=self._makers,
+            by_hand=self._by_hand,
+            meets_infinity=self._meets_infinity,
+        )
+
     @cached_property
     def smaller(self) -> tuple[float, Trials] | None:
         """An input factor with which float64 is finite, its gradients too if possible, but fp32 is not; its trials."""

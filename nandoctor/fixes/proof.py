@@ -44,6 +44,9 @@ _COARSER_IN_BF16 = 8
 """The ratio of rounding errors: bf16 has 8 bits and fp16 has 11."""
 _AS_FP32 = Said("passed", "finite wherever fp32 is")
 
+_DILUTED = 4
+"""So many times as many other samples may hide the gradients of one: 10 % of all are let through."""
+
 
 class Verifier:
     """A verifier of the written changes of one step, which shares the runs that they are compared with.
@@ -254,12 +257,21 @@ def _judge_limit(proof: Proof) -> Said | None:
     has_none = proof.trials.numerics and not proof.trials.exact().finite
     sentence = proof.verifier.meaning.describe_replaced(proof.change, proof.made, proof.edit)
     if sentence is None and has_none:
-        sentence = ", and ".join(_list_replaced(proof.edit)) or None
+        sentence = ", and ".join(_list_replaced(proof.edit)) or _describe_diluted(proof)
     if sentence is not None:
         return Said("failed", sentence, replaces=sentence)
     if has_none and proof.verifier.meaning.limit is None:
         return Said("not-checked", "no neighbour of this batch can be run in float64")
     return Said("passed", "the change gives the formula's limit") if proof.verifier.meaning.has_limit else None
+
+
+def _describe_diluted(proof: Proof) -> str | None:
+    """Describe what a change replaces in a few samples to blame, whose gradients hardly show beside those of others."""
+    alone, others = proof.verifier.others.guilty_alone, proof.verifier.healthy
+    if alone is None or len(others) < _DILUTED * len(proof.verifier.guilty):
+        return None
+    made = alone.run(proof.change)
+    return proof.verifier.meaning.on(alone).describe_replaced(proof.change, made, proof.edit) if made.ran else None
 
 
 def _judge_growth(proof: Proof) -> Said:
