@@ -197,7 +197,7 @@ class GradientCheck:
         if changed.finite and no_larger:
             yield changed, GRADIENT_TOLERANCE
         if sound.finite and self._healthy:
-            yield sound, min(2 * self._own_error, 1.0)
+            yield sound, min(2 * self.own_error, 1.0)
 
     def _is_made_up(self, size: Callable[[Result], float], made: Result) -> bool:
         """Return True if a loss, or a norm of gradients, is implausibly large, and the unchanged step has none."""
@@ -210,7 +210,7 @@ class GradientCheck:
         return size(made) > min(_LARGEST_UNKNOWN * usual, LARGEST_SQUARED)
 
     @cached_property
-    def _own_error(self) -> float:
+    def own_error(self) -> float:
         """The error of the healthy samples' gradients in the step's own format; 0 if these or fp32's are not finite."""
         kept, scale = KeepSamples(samples=self._healthy), self._own_scale or _USUAL_SCALES[1]
         made, reference = self._trials.run(kept, SetLossScale(value=scale)), self._trials.reference(kept)

@@ -241,6 +241,11 @@ def _list_misdirected(proof: Proof, meant: Result) -> Iterator[tuple[str, float,
     name = reversed_gradient(proof.made, meant)
     if name is not None:
         yield name, math.inf, f"points the other way than the formula's in {where}"
+    if not proof.trials.numerics:
+        gradients, errors = proof.verifier.gradients, gradient_errors(proof.made, meant)
+        for name in (name for name, error in errors.items() if error > GRADIENT_TOLERANCE):
+            if not (proof.verifier.healthy and errors[name] <= 2 * gradients.own_error):  # fp16 has theirs as far off
+                yield name, errors[name], f"is {percent(errors[name])} off the formula's in fp32"
     if not (proof.trials.numerics and meant.finite):
         return
     before = gradient_errors(proof.trials.reference(), meant)

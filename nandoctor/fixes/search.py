@@ -96,15 +96,15 @@ def _gave_finite_output(trace: Trace) -> bool:
 def _rank(tried: list[Fix], from_fp32_sets: list[Fix], findings: Findings) -> list[Fix]:
     """Rank verified fixes first: changes at the origin, then sets found by search, then another format; by size.
 
-    What is visibly off comes after what is not. Then come fixes that leave the origin as it is: they help because an
-    input happens to arrive in fp32. Leaving out samples, for this batch, is last. Workarounds follow, and what failed.
-    Among changes of one size, the smaller error is better.
+    Then come fixes that leave the origin as it is: they help because an input happens to arrive in fp32. Leaving out
+    samples, for this batch, is last. Workarounds follow, and what failed. Among changes of one size, the smaller error
+    is better.
     """
 
-    def key(item: Fix) -> tuple[bool, bool, bool, bool, bool, bool, bool, int, float]:
-        size, is_rough = _size(item.edit, findings), distance_of(item) > _VISIBLE
+    def key(item: Fix) -> tuple[bool, bool, bool, bool, bool, bool, int, float]:
+        size = _size(item.edit, findings)
         is_workaround, elsewhere = item.workaround is not None, _is_only_upstream(item.edit, findings)
-        place = item.kind == "data", elsewhere, size >= WHOLE, is_rough, item.patch not in at_origin
+        place = item.kind == "data", elsewhere, size >= WHOLE, item.patch not in at_origin
         return not item.verified, not is_workaround, *place, size, distance_of(item)
 
     at_origin = {item.patch for item in tried}
