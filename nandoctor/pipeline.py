@@ -179,20 +179,18 @@ def _without_guess(replayed: Replayed, findings: Findings, preparation: Preparat
     if plain is None:
         return replayed, findings
     found, low = _diagnose(plain, preparation), replayed.step.low
+    told = []
     if fails_in_fp32 or found.verdict not in NOTHING_FOUND:
         if findings.verdict in NOTHING_FOUND:
-            told = (
-                f"Nothing in the file shows the precision: the step is sound under {low} autocast, and fails without."
-            )
-            plain = replace(plain, notes=(told, *plain.notes))
-        return plain, found
-    if raised is not None and raises_anyway(replayed.step):
+            told = [f"The precision is not in the file (--amp-dtype): under {low} autocast the step is sound."]
+    elif raised is not None and raises_anyway(replayed.step):
         what = brief(raised.splitlines()[0], 200)
-        told = f"All was run without autocast: under {low} the step ends in an error, whatever its values are. {what}"
-        return replace(plain, notes=(told, *plain.notes)), found
-    if findings.verdict in NOTHING_FOUND or plain.reproduction.grade == "no-reference":
+        told = [f"Run without autocast: under {low} the step ends in an error, whatever its values are. {what}"]
+    elif findings.verdict in NOTHING_FOUND or plain.reproduction.grade == "no-reference":
         return replayed, findings
-    return plain, doubt_precision(found, findings)
+    else:
+        return plain, doubt_precision(found, findings)
+    return replace(plain, notes=(*told, *plain.notes)), found
 
 
 def _is_sound_plainly(replayed: Replayed) -> bool:
