@@ -242,10 +242,7 @@ def _list_misdirected(proof: Proof, meant: Result) -> Iterator[tuple[str, float,
     if name is not None:
         yield name, math.inf, f"points the other way than the formula's in {where}"
     if not proof.trials.numerics:
-        gradients, errors = proof.verifier.gradients, gradient_errors(proof.made, meant)
-        for name in (name for name, error in errors.items() if error > GRADIENT_TOLERANCE):
-            if not (proof.verifier.healthy and errors[name] <= 2 * gradients.own_error):  # fp16 has theirs as far off
-                yield name, errors[name], f"is {percent(errors[name])} off the formula's in fp32"
+        yield from _list_rough(proof, gradient_errors(proof.made, meant))
     if not (proof.trials.numerics and meant.finite):
         return
     before = gradient_errors(proof.trials.reference(), meant)
@@ -253,6 +250,18 @@ def _list_misdirected(proof: Proof, meant: Result) -> Iterator[tuple[str, float,
         was = before.get(name, math.nan)
         if error > VISIBLE and not was >= error / 2:  # NaN where the unchanged one is not finite
             yield name, error, f"is {percent(error)} off the formula's in {where}"
+
+
+def _list_rough(proof: Proof, errors: Mapping[str, float]) -> Iterator[tuple[str, float, str]]:
+    """Yield the parameters whose gradients are off fp32's, and off those of the same change in fp32.
+
+    Where those of the healthy samples are as far off, that is fp16's own rounding.
+    """
+    far = [name for name, error in errors.items() if error > GRADIENT_TOLERANCE]
+    changed = gradient_errors(proof.made, proof.trials.reference(proof.change)) if far else {}
+    for name in (name for name in far if not changed.get(name, math.inf) <= GRADIENT_TOLERANCE):
+        if not (proof.verifier.healthy and errors[name] <= 2 * proof.verifier.gradients.own_error):
+            yield name, errors[name], f"is {percent(errors[name])} off the formula's in fp32"
 
 
 def _judge_limit(proof: Proof) -> Said | None:

@@ -57,6 +57,8 @@ _CHANGES, _FP32_SETS, _SETTINGS = "changes of the operation", "sets of modules i
 _OF_INFINITIES = "indeterminate-form"
 _EPS_LOST = "optimizer-eps-underflow"
 _LARGEST_NEAR = 2.0**20  # fp32's rounding error there is at most 1/16
+_CLAMPED = 8
+"""The size of a clamp or guard where fp32 shows that the values are sound: keeping them is better."""
 _VISIBLE = TOLERANCE / 2  # a change that is so far off may be one for the next strength
 
 
@@ -104,7 +106,7 @@ def _rank(tried: list[Fix], from_fp32_sets: list[Fix], findings: Findings) -> li
     def key(item: Fix) -> tuple[bool, bool, bool, bool, bool, bool, int, float]:
         size = _size(item.edit, findings)
         is_workaround, elsewhere = item.workaround is not None, _is_only_upstream(item.edit, findings)
-        place = item.kind == "data", elsewhere, size >= WHOLE, item.patch not in at_origin
+        place = item.kind == "data", elsewhere, size >= WHOLE, item.patch not in at_origin or size == _CLAMPED
         return not item.verified, not is_workaround, *place, size, distance_of(item)
 
     at_origin = {item.patch for item in tried}
@@ -478,5 +480,5 @@ def _size(edit: Edit, findings: Findings) -> int:
         called = {call.module for call in findings.trace.calls}
         return 5 + (sum(is_below(path, edit.module) for path in called) if edit.children else 1)
     if isinstance(edit, ClampArgument | GuardArgument) and findings.verdict in ("precision", "silent"):
-        return 8  # fp32 shows that the values are sound, so keeping them is better than clamping them
+        return _CLAMPED
     return edit.size
