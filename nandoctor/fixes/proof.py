@@ -255,12 +255,15 @@ def _list_misdirected(proof: Proof, meant: Result) -> Iterator[tuple[str, float,
 def _list_rough(proof: Proof, errors: Mapping[str, float]) -> Iterator[tuple[str, float, str]]:
     """Yield the parameters whose gradients are off fp32's, and off those of the same change in fp32.
 
-    Where those of the healthy samples are as far off, that is fp16's own rounding.
+    That is fp16's own rounding, unless healthy samples show that theirs are nearer.
     """
     far = [name for name, error in errors.items() if error > GRADIENT_TOLERANCE]
-    changed = gradient_errors(proof.made, proof.trials.reference(proof.change)) if far else {}
-    for name in (name for name in far if not changed.get(name, math.inf) <= GRADIENT_TOLERANCE):
-        if not (proof.verifier.healthy and errors[name] <= 2 * proof.verifier.gradients.own_error):
+    if not far or not proof.verifier.healthy:
+        return
+    usual, changed = proof.verifier.gradients.own_error, proof.trials.reference(proof.change)
+    beside = gradient_errors(proof.made, changed)
+    for name in (name for name in far if not beside.get(name, math.inf) <= GRADIENT_TOLERANCE):
+        if errors[name] > 2 * usual:
             yield name, errors[name], f"is {percent(errors[name])} off the formula's in fp32"
 
 
