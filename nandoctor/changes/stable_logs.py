@@ -246,10 +246,8 @@ class LogSpace:
 
     def _filled(self, form: str, expression: Expression, *, is_partial: bool = False) -> _Log:
         """Return one of the `_LOGS` with the op's argument."""
-        argument = expression.argument_node("self")
-        is_twice = len(re.findall(r"\{(x|negated|grouped)\}", form)) > 1
-        has_effects = any(isinstance(below, HAS_EFFECTS) for below in ast.walk(argument))
-        x = (self._hoist(argument) if is_twice and has_effects else self._leaf(argument)).wide
+        times = len(re.findall(r"\{(x|negated|grouped)\}", form))
+        x = self._leaf(expression.argument_node("self"), times=times).wide
         text = form.format(x=x, negated=negated(x), grouped=grouped(x), F=self._functional)
         return _Log(text=text, is_partial=is_partial or "expm1" in form)
 
@@ -378,12 +376,13 @@ class LogSpace:
         """Return log(1 + exp(exponent))."""
         return _Log(text=f"{self._functional}.softplus({exponent.wide})", terms=exponent.text)
 
-    def _leaf(self, node: ast.expr) -> _Log:
-        """Return the text of an expression at the logarithm; a call in it is made only once."""
+    def _leaf(self, node: ast.expr, *, times: int = 1) -> _Log:
+        """Return the text of an expression at the logarithm, which reads it `times` times; a call is made once."""
         self._sources.add(node)
         has_effects = any(isinstance(below, HAS_EFFECTS) for below in ast.walk(node))
         is_inside = self._place in self._tree.ancestors(node)
-        if not is_inside and (has_effects or self._definitions.is_bound_between(node, self._place)):
+        is_elsewhere = not is_inside and (has_effects or self._definitions.is_bound_between(node, self._place))
+        if is_elsewhere or (has_effects and times > 1):
             return self._hoist(node)
         code = self._change.code(node)
         return _Log(text=f"({code})" if isinstance(node, _BINDS_LOOSELY) else code, is_low=self._is_low(node))

@@ -31,8 +31,8 @@ from nandoctor.text import MAX_SAMPLES_LISTED
 MAX_LEADS = 5
 """How many independent origins are fixed together; if there are more, only sets of modules are searched for."""
 
-_CASTS_WITHIN = 4
-"""How many ops before the failing one are searched for a cast."""
+_ROUNDED_WITHIN = 4
+"""How many ops before the failing one are searched for what rounded its operands."""
 
 _LARGEST_EXPONENT = math.log(100)
 """The bound of a learned scale's logarithm in CLIP (https://arxiv.org/abs/2103.00020, section 2.5)."""
@@ -202,7 +202,7 @@ def _rounded_before(lead: Suspect, findings: Findings) -> Iterator[KeepOp]:
     for made in (op for op in ops if op.phase != "backward" and site_of(op) == lead.site):
         same = findings.reference.by_key.get(made.key)
         is_large = same is not None and any((stats.absmax or 0.0) > limit for stats in same.outputs)
-        for op in chain.from_iterable(ancestors(ops, tensor, _CASTS_WITHIN) for tensor in made.inputs):
+        for op in chain.from_iterable(ancestors(ops, tensor, _ROUNDED_WITHIN) for tensor in made.inputs):
             if (op.op in CASTS or not (is_large or op.op in MOVES)) and is_low(op) and op.source is not None:
                 yield from (KeepOp(site=site_of(op)), KeepOp(site=line_of(site_of(op))))
 

@@ -187,8 +187,8 @@ class _Search:
         if self._program_error is not None:
             self._untried.remove(_CHANGES)
             return
-        if self._findings.sound_in_fp32 and self._findings.trace.policy == "none":  # its weights are in half precision
-            self._try_lines(FP32)
+        if self._findings.sound_in_fp32 and self._findings.trace.policy == "none":
+            self._try_lines(FP32)  # a few casts where the model computes in half precision itself, and no module
         self._attempt(propose(self._findings, self._trials), self._tried)
         self._untried.remove(_CHANGES)
         if self._findings.verdict == "numerics" and not self._succeeded:
