@@ -215,7 +215,7 @@ def _measure(blank: Verification, step: FailingStep, query: Query, *, random: bo
     edit: Edit = Together(edits=()) if lowered is None else SetLossScale(value=lowered)
     try:
         trials = Trials(step, TrialBudget(), numerics=False)
-        meaning = Meaning(trials.with_gradients)
+        meaning = Meaning(trials=trials.with_gradients)
         verifier = Verifier(trials, guilty=(), random=random, trusts_fp32=True, meaning=meaning)
         judgement, checks = verifier.verify(WrittenChange(kind="source", title="", text="", change=None), edit)
         return replace(blank, output=judgement.outcome, checks=checks)

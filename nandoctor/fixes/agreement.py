@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch.nn.functional import hardshrink
 
 from nandoctor.engine.runner import Outcome
 from nandoctor.evidence.formats import EDGE, FP16
@@ -31,7 +30,6 @@ BF16_TOLERANCE = 8 * TOLERANCE
 FP32_ERROR = 10 * TOLERANCE
 """The largest error of fp32 against float64 with which fp32 can still serve as the reference for a fix."""
 _SMALLEST_SHARE = 1e-3
-_PIECE = 1 << 16
 _LARGEST_FP32 = torch.finfo(torch.float32).max
 LARGEST_SQUARED = math.sqrt(_LARGEST_FP32)
 """The largest magnitude whose square fp32 holds: a squared error, gradient clipping and Adam compute the square."""
@@ -99,6 +97,21 @@ class Result:
     def gradients_finite(self) -> bool:
         """True if every gradient is finite, or there are none."""
         return self.ran and (self.looked_at or all(map(all_finite, self.gradients.values())))
+
+    @cached_property
+    def gradient_sizes(self) -> Mapping[str, float]:
+        """The largest magnitude in the gradient of each parameter, NaN if it holds one."""
+        return {name: largest_of(gradient) for name, gradient in self.gradients.items()}
+
+    @cached_property
+    def gradient_norms(self) -> Mapping[str, float]:
+        """The norm of the finite elements in the gradient of each parameter."""
+        return {name: norm_of(gradient) for name, gradient in self.gradients.items()}
+
+    @property
+    def gradient_norm(self) -> float:
+        """The norm of all gradients together, of the loss itself."""
+        return math.hypot(*self.gradient_norms.values()) / self.gradient_scale
 
     @property
     def largest_finite(self) -> float:
@@ -240,38 +253,13 @@ def gradients_finite(made: Result, reference: Result) -> bool:
     )
 
 
-def gradient_error(made: Result, reference: Result, *, grain: float = 0.0) -> float:
-    """Return the norm of the difference of all gradients, relative to the norm of the reference's finite ones.
-
-    Differences up to `grain` are ignored: the run's format cannot represent them.
-    """
-    names, scale = made.gradients.keys() & reference.gradients, made.gradient_scale
-    pairs = [(made.gradients[name], reference.gradients[name]) for name in names]
-    pieces = (torch.sub(a, b, alpha=scale / reference.gradient_scale) for pair in pairs for a, b in in_pieces(*pair))
-    difference = math.hypot(*(_norm(hardshrink(piece, grain * scale) if grain else piece) for piece in pieces)) / scale
-    norm = math.hypot(*(_norm(theirs) for _, theirs in pairs)) / reference.gradient_scale
-    return difference / norm if norm else difference
-
-
-def in_pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield tensors of one shape in pieces whose temporaries stay in the cache, which is ten times as fast."""
-    if all(tensor.layout is torch.strided for tensor in tensors):
-        return zip(*(torch.split(tensor.flatten(), _PIECE) for tensor in tensors), strict=True)
-    return iter((tensors,))
-
-
-def gradient_norm(made: Result) -> float:
-    """Return the norm of all gradients together."""
-    return math.hypot(*map(_norm, made.gradients.values())) / made.gradient_scale
-
-
 def largest_of(gradient: torch.Tensor) -> float:
     """Return the largest magnitude in a gradient, NaN if it holds one."""
     ends = torch.aminmax(gradient) if gradient.numel() else ()  # eight times as fast as a norm
     return max((abs(float(end)) for end in ends), default=0.0)
 
 
-def _norm(gradient: torch.Tensor) -> float:
+def norm_of(gradient: torch.Tensor) -> float:
     """Return the norm of the finite elements, in float64 if their squares leave fp32's range."""
     norm = float(torch.linalg.vector_norm(gradient))
     if math.isfinite(norm) and norm > _SMALLEST_NORM:

@@ -18,7 +18,8 @@ from nandoctor.changes.batch import KeepSamples
 from nandoctor.changes.setting import SetLossScale, UseFormat
 from nandoctor.evidence.edits import Change, flatten
 from nandoctor.evidence.formats import BF16, FP16
-from nandoctor.fixes.agreement import LARGEST_SQUARED, NOISE, Result, gradient_error, gradient_norm, largest_of
+from nandoctor.fixes.agreement import LARGEST_SQUARED, NOISE, Result
+from nandoctor.fixes.gradients import gradient_error
 from nandoctor.fixes.meaning import Meaning
 from nandoctor.fixes.variations import surrogate_loss
 from nandoctor.fixes.verify import GRADIENT_TOLERANCE, Trials
@@ -123,7 +124,7 @@ class GradientCheck:
         references = self._references(change, made)
         error, allowed = _nearest(references, made, grain=FP16.smallest_subnormal / scale)
         told += _describe_error(error, allowed)
-        is_taught = error or gradient_norm(made)
+        is_taught = error or made.gradient_norm
         told += "" if is_taught else " (all are 0, so the model learns nothing from this batch)"
         if error is None or error <= allowed:
             return Said("passed", told + aside)
@@ -134,8 +135,8 @@ class GradientCheck:
         """Describe gradients that are finite but implausibly large, if the unchanged step has none; None otherwise."""
         if self._trials.sound_reference(()).finite:
             return None
-        norm, is_surrogate = gradient_norm(made), self._trials.step.loss is surrogate_loss
-        if norm <= LARGEST_SQUARED if is_surrogate else not self._is_made_up(gradient_norm, made):
+        norm, is_surrogate = made.gradient_norm, self._trials.step.loss is surrogate_loss
+        if norm <= LARGEST_SQUARED if is_surrogate else not self._is_made_up(lambda run: run.gradient_norm, made):
             return None
         return f"finite, but with a norm of {number(norm)}, which only the change produces"
 
@@ -170,7 +171,7 @@ class GradientCheck:
         sound, smaller, factor = self._trials.sound_reference(()), self._meaning.smaller, 1.0
         if smaller is not None:
             factor, sound = smaller[0], smaller[1].exact()
-        largest = max(map(largest_of, sound.gradients.values()), default=0.0)
+        largest = max(sound.gradient_sizes.values(), default=0.0)
         if sound.finite and largest * scale > factor * FP16.max * sound.gradient_scale:
             return True
         if not self._healthy:
@@ -193,7 +194,7 @@ class GradientCheck:
                 yield exact, GRADIENT_TOLERANCE
                 yield sound, min(NOISE * gradient_error(sound, exact), _MOST_NOISE)
         changed = self._trials.reference(change)
-        no_larger = not sound.finite or gradient_norm(made) <= _MAX_GROWTH * gradient_norm(sound)
+        no_larger = not sound.finite or made.gradient_norm <= _MAX_GROWTH * sound.gradient_norm
         if changed.finite and no_larger:
             yield changed, GRADIENT_TOLERANCE
         if sound.finite and self._healthy:

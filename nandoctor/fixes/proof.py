@@ -25,14 +25,13 @@ from nandoctor.fixes.agreement import (
     TOLERANCE,
     Result,
     compare_runs,
-    gradient_error,
-    gradient_norm,
     gradients_finite,
     sample_errors,
 )
 from nandoctor.fixes.gradient_check import GradientCheck, Said, in_bf16, run_lowered
+from nandoctor.fixes.gradients import gradient_error, gradient_errors, largest_error, reversed_gradient
 from nandoctor.fixes.hidden_values import describe_hidden
-from nandoctor.fixes.meaning import VISIBLE, Meaning, gradient_errors, largest_error, reversed_gradient
+from nandoctor.fixes.meaning import VISIBLE, Meaning
 from nandoctor.fixes.variations import NEARLY_THE_SAME, OTHER_SEED, SCALED, VARIATIONS, extreme_samples
 from nandoctor.fixes.verify import GRADIENT_TOLERANCE, Judgement, Trials, selects
 from nandoctor.fixes.writing import WrittenChange
@@ -70,7 +69,7 @@ class Verifier:
         self.healthy = tuple(sample for sample in samples if sample not in guilty) if guilty else ()
         self.meaning = meaning
         self.gradients = GradientCheck(self.trials, self.meaning, healthy=self.healthy)
-        self.others = OtherBatches(self.trials, guilty=guilty, healthy=self.healthy, random=random)
+        self.others = OtherBatches(trials=self.trials, guilty=guilty, healthy=self.healthy, random=random)
         self._verified: dict[object, tuple[Judgement, tuple[Check, ...]]] = {}
 
     def verify(self, written: WrittenChange, edit: Edit) -> tuple[Judgement, tuple[Check, ...]]:
@@ -402,10 +401,10 @@ def _judge_past_bound(proof: Proof) -> Said | None:
 
 def _error_beside_usual(made: Result, exact: Result, usual: Result) -> float:
     """Return the error of all gradients together, relative to the exact or the usual ones, whichever are larger."""
-    norm = gradient_norm(exact)
+    norm = exact.gradient_norm
     if not exact.gradients_finite or norm == 0.0:
         return 0.0
-    return gradient_error(made, exact) * norm / max(norm, gradient_norm(usual))
+    return gradient_error(made, exact) * norm / max(norm, usual.gradient_norm)
 
 
 def _error_of_gradients(proof: Proof, made: Result, exact: Result) -> float:
@@ -514,6 +513,7 @@ CRITERIA: tuple[tuple[str, Callable[[Proof], Said | None]], ...] = (
 """The criteria of a fix by name; each returns None where it does not apply. None is judged after one that failed."""
 
 
+@dataclass(eq=False, kw_only=True)
 class OtherBatches:
     """The trials of a step on batches like its own, each built once.
 
@@ -521,25 +521,26 @@ class OtherBatches:
     are drawn.
     """
 
-    def __init__(self, trials: Trials, *, guilty: tuple[int, ...], healthy: tuple[int, ...], random: bool) -> None:
-        self._trials, self._random = trials, random
-        self._guilty, self._healthy = guilty, healthy
+    trials: Trials
+    guilty: tuple[int, ...]
+    healthy: tuple[int, ...]
+    random: bool
 
     def of_samples(self, samples: tuple[int, ...]) -> Trials:
         """Return the trials of the step with these samples alone."""
-        step = self._trials.step
-        return self._trials.on(replace(step, call=step.call.on_samples(samples)))
+        step = self.trials.step
+        return self.trials.on(replace(step, call=step.call.on_samples(samples)))
 
     @cached_property
     def guilty_alone(self) -> Trials | None:
         """The trials of the samples to blame; None if no other sample is known."""
-        return self.of_samples(self._guilty) if self._healthy else None
+        return self.of_samples(self.guilty) if self.healthy else None
 
     @cached_property
     def others_alone(self) -> Trials | None:
         """The trials of as many healthy samples as there are samples to blame; None if there are fewer."""
-        number_of = len(self._guilty)
-        return self.of_samples(self._healthy[:number_of]) if number_of <= len(self._healthy) else None
+        number_of = len(self.guilty)
+        return self.of_samples(self.healthy[:number_of]) if number_of <= len(self.healthy) else None
 
     @cached_property
     def few(self) -> tuple[int, ...] | None:
@@ -547,15 +548,15 @@ class OtherBatches:
 
         They are those with the largest values, and of those to blame also the one with the smallest.
         """
-        call = self._trials.step.call
-        guilty = extreme_samples(self._guilty, call)
-        few = sorted((*guilty, *extreme_samples(self._healthy, call)[:1]))
+        call = self.trials.step.call
+        guilty = extreme_samples(self.guilty, call)
+        few = sorted((*guilty, *extreme_samples(self.healthy, call)[:1]))
         return tuple(few) if guilty and 2 * len(few) <= (call.batch_size or 0) else None
 
     @cached_property
     def variations(self) -> Mapping[str, Trials | None]:
         """The trials of the step's variations, by name; None for a variation that does not apply."""
-        return {name: self._varied((name,), self._trials.step) for name in (*VARIATIONS, OTHER_SEED)}
+        return {name: self._varied((name,), self.trials.step) for name in (*VARIATIONS, OTHER_SEED)}
 
     @cached_property
     def joined(self) -> Mapping[tuple[str, ...], Trials | None]:
@@ -563,7 +564,7 @@ class OtherBatches:
         alike = tuple(name for name in NEARLY_THE_SAME if self.variations[name] is not None)
         scaled = ((name, *alike) for name in SCALED if self.variations[name] is not None)
         # Scale first: flags of 0 and 1 are not scaled, and noise would disguise them.
-        step = self._trials.step
+        step = self.trials.step
         few = step if self.few is None else replace(step, call=step.call.on_samples(self.few))
         return {names: self._varied(names, few) for names in (alike, *scaled)}
 
@@ -583,11 +584,11 @@ class OtherBatches:
         for name in names:
             if name == OTHER_SEED:
                 seed = (step.randomness.seed or 0) + 1
-                varied = step.varied(training=step.mode.training, seed=seed) if self._random else None
+                varied = step.varied(training=step.mode.training, seed=seed) if self.random else None
             else:
                 call = VARIATIONS[name](step.call)
                 varied = replace(step, call=call) if call is not None else None
             if varied is None:
                 return None
             step = varied
-        return self._trials.on(step)
+        return self.trials.on(step)

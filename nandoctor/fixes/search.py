@@ -231,7 +231,7 @@ class _Search:
         found = self._findings.conclusion
         sites = {suspect.site for suspect in found.suspects}
         return Meaning(
-            self._trials.with_gradients,
+            trials=self._trials.with_gradients,
             behind=list_behind(sites, self._findings.ops),
             makers=list_makers(sites, self._findings.ops),
             by_hand=frozenset(op.source for op in self._findings.inside),

@@ -155,7 +155,7 @@ class TwoWays(nn.Module):
 def test_a_change_with_which_a_weight_learns_nothing_is_no_fix():
     step = make_step(TwoWays(), {"x": torch.zeros(2, 4)}, loss=lambda output, _: output.mean())
     trials = make_trials(step, numerics=True)
-    verifier = Verifier(trials, guilty=(), random=False, trusts_fp32=False, meaning=Meaning(trials))
+    verifier = Verifier(trials, guilty=(), random=False, trusts_fp32=False, meaning=Meaning(trials=trials))
     change = Detached(site=site_of(step, "sqrt"))
     judged, checks = verifier.verify(WrittenChange(kind="advice", title="", text=""), change)
     assert not judged.passes
