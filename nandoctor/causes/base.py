@@ -317,6 +317,15 @@ def clamp_candidate(op: OpCall, argument: str, bounds: Sequence[tuple[float | No
     return tuple(ClampArgument(site=site_of(op), argument=argument, low=low, high=high) for low, high in bounds)
 
 
+def finite_candidate(op: OpCall, tensor: OpTensor) -> Candidate:
+    """Return changes that give an op finite numbers for the infinities of an argument.
+
+    The first, the largest of its format, changes nothing else, but may be too large for what follows.
+    """
+    assert tensor.stats is not None
+    return clamp_candidate(op, tensor.name, [(-limit, limit) for limit in (tensor.stats.dtype.max, 1e4)])
+
+
 def off_zero_candidate(op: OpCall, argument: str, smallest: Sequence[float] = OFF_ZERO, *, signed: bool) -> Candidate:
     """Return changes that keep an argument of an op, "" for its result, each of these distances from zero.
 

@@ -29,6 +29,7 @@ from nandoctor.causes.base import (
     GradientFinding,
     clamp_candidate,
     feeds_product,
+    finite_candidate,
     gradient_evidence,
     singular_edge,
     writes_infinity,
@@ -143,11 +144,8 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
     """Use a finite constant or factor instead of the infinity: 0 times it is 0."""
     if isinstance(finding, GradientFinding):
         for tensor in _infinite_inputs(finding):
-            assert tensor.stats is not None
             assert finding.forward is not None
-            # The first changes nothing else, but may be too large for what follows.
-            limits = (tensor.stats.dtype.max, 1e4)
-            yield clamp_candidate(finding.forward, tensor.name, [(-limit, limit) for limit in limits])
+            yield finite_candidate(finding.forward, tensor)
         return
     for op in (finding.op, *_writers(finding)):
         for name, value in op.scalars:

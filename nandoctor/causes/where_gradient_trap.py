@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from nandoctor.causes.base import (
     Candidate,
     GradientFinding,
+    finite_candidate,
     gradient_evidence,
     guard_candidate,
     mask_candidates,
@@ -73,4 +74,5 @@ def suggest(finding: GradientFinding) -> Iterator[Candidate]:
         yield guards  # the next batch's label may select this 0, and 0 for its logarithm would mean no loss
     yield clamp_into_domain(forward)
     for taken in forward.nonfinite_inputs:
+        yield finite_candidate(forward, taken)
         yield (ClampArgument(site=site_of(forward), argument=taken.name, nan=True),)

@@ -394,3 +394,21 @@ def slope_of_sinc(h, x):
 
 
 lifted("a_slope_of_sinc", TRAP.format("div"), ZEROS, "verified hold-at-zero", slope_of_sinc)
+
+
+# Unchanged, what fp16 rounds off both happens to cancel in the second sample.
+NEAR = {"x": torch.tensor([[1e5], [1.19]]), "y": torch.tensor([[1.19], [1.19]])}
+
+
+@rows("precision shown linear *", NEAR, inputs="x,y", fix="verified keep-module")
+class Difference(nn.Module):
+    """Two numbers that fp16 rounds to a multiple of 1 / 1024, and what they differ by."""
+
+    def __init__(self):
+        super().__init__()
+        self.shown, self.taken = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+        nn.init.constant_(self.shown.weight, 1.0173)
+        nn.init.constant_(self.taken.weight, 1.0017)
+
+    def forward(self, x, y):
+        return (self.shown(x).float() - self.taken(y).float()).clamp(max=1)

@@ -138,3 +138,14 @@ class Third(nn.Module):
 
     def ratio(self, third):
         return 1 / (third.float() - 1 / 3)
+
+
+@rows("numerics . logaddexp where-gradient-trap", {"x": X}, 2, 2, fix="verified clamp", **{**BACKWARD, "inputs": "x"})
+class Aligner(nn.Linear):
+    """Two steps of a chain that starts in its first state; the last state is not reached, and left out."""
+
+    def forward(self, x):
+        stay = nn.functional.logsigmoid(super().forward(x).float())
+        reached = nn.functional.pad(stay[:, :1], (0, 2), value=-math.inf)
+        moved = nn.functional.pad((reached + 1)[:, :-1], (1, 0), value=-math.inf)
+        return torch.logaddexp(reached + stay.repeat(1, 2)[:, :3], moved)[:, 1]
