@@ -45,22 +45,31 @@ class Call:
     @property
     def batch_size(self) -> int | None:
         """The number of samples: the most frequent length of the arrays that the model takes, or of all, if any."""
-        lengths = Counter(tensor.shape[0] for tensor in _of_all_samples(self.taken or self.batch) if tensor.dim())
-        return lengths.most_common(1)[0][0] if lengths else None
+        return next((size for size, _ in self._lengths), None)
+
+    @property
+    def _lengths(self) -> list[tuple[int, tuple[int, int]]]:
+        """The lengths of the arrays that may count samples, the likeliest first, with how often each occurs.
+
+        That is among what the model takes, and among all: a target or the output has as many rows as there are samples.
+        """
+        taken, every = (
+            Counter(tensor.shape[0] for tensor in arrays if tensor.dim())
+            for arrays in (_of_all_samples(self.taken or self.batch), self.batch.values())
+        )
+        return sorted(((size, (taken[size], every[size])) for size in taken), key=lambda it: it[1], reverse=True)
 
     @property
     def sample_count(self) -> int | None:
-        """`batch_size`, or None if as many arrays have another length, or arrays list the edges of a graph.
+        """`batch_size`, or None if another length is as frequent, or arrays list the edges of a graph.
 
         Edges are two rows of integers, from and to, or a sparse tensor.
         """
-        size = self.batch_size
         taken = _of_all_samples({name: tensor for name, tensor in self.taken.items() if tensor.dim()})
-        others = Counter(tensor.shape[0] for tensor in taken if tensor.shape[0] != size)
-        as_many = max(others.values(), default=0) >= sum(tensor.shape[0] == size for tensor in taken) > 0
+        is_sole = len({frequent for _, frequent in self._lengths[:2]}) == len(self._lengths[:2])
         tables = (tensor for tensor in taken if tensor.dim() == 2 and tensor.dtype in (torch.int64, torch.int32))
-        has_edges = any(table.shape[0] == 2 != size for table in tables)
-        return None if as_many or has_edges or not all(map(is_dense, taken)) else size
+        has_edges = any(table.shape[0] == 2 != self.batch_size for table in tables)
+        return None if not is_sole or has_edges or not all(map(is_dense, taken)) else self.batch_size
 
     @property
     def time_first(self) -> Literal["never", "unlikely", "possible"]:

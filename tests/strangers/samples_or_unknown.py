@@ -105,3 +105,6 @@ OF_A_WEIGHT = {"name": "rows of a weight", "samples": (2,), "loss": square}
 rows("precision . linear gradient-overflow", ROWS, 8, 3, **OF_A_WEIGHT)(nn.Linear)
 LABELS = {"x": normal(8, 8), "label": torch.tensor([0, 0, 1, 1, 2, 2, 3, 1])}
 rows("numerics", LABELS, lambda self, x: self.entry(x), name="a lone label", samples=(6,), loss=contrastive)(net)
+GRID = {**FLAT, "grid": normal(6, 8), "label": normal(4)}
+BESIDE = {"name": "beside a grid", "samples": (HOT,), "inputs": "x,grid"}
+rows("precision", GRID, lambda self, x, grid: self.end(self.entry(x))[:, None] + grid, **BESIDE)(net)
