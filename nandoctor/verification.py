@@ -21,7 +21,6 @@ from typing import Any
 from torch import nn
 
 from nandoctor.changes.setting import SetLossScale
-from nandoctor.diagnosis.run_summary import WRONG
 from nandoctor.diagnosis.verdict import describe_idle_state
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.recorded_format import Recorded
@@ -29,7 +28,7 @@ from nandoctor.engine.progress import Progress
 from nandoctor.engine.runner import FailingStep
 from nandoctor.evidence.dump_summary import DumpSummary
 from nandoctor.evidence.edits import Edit, Together
-from nandoctor.evidence.report import Report
+from nandoctor.evidence.report import WRONG, Report
 from nandoctor.evidence.trace import describe_run
 from nandoctor.evidence.verification import CodeChange, CodeState, Verification
 from nandoctor.fixes.meaning import Meaning
@@ -238,6 +237,8 @@ def _doubts(measured: Verification, found: Diagnosed, query: Query) -> Iterator[
     if _draws_others(found, query):
         yield "The step draws random numbers, and the state of the generator that it drew from is not here."
     graded = found.report.reproduction
+    if not query.proved and graded.grade == "no-reference" and graded.num_bad_saved:
+        yield f"None of the outputs is known to be the saved {graded.output}, so the step may be another than failed."
     if not query.proved and not found.random and (graded.max_rel_err or 0.0) > WRONG:
         yield (
             f"The finite values of the saved {graded.output} are up to {percent(graded.max_rel_err)} off in the "

@@ -120,9 +120,9 @@ def _explain_derivative(finding: GradientFinding, forward: OpCall) -> Account | 
 
 
 def _infinite_inputs(finding: GradientFinding) -> tuple[OpTensor, ...]:
-    """Return the forward op's infinite inputs; none if the forward has NaN, or the op is at its singular point."""
+    """Return the forward op's infinite inputs; none if it has a NaN, or is at its singular point."""
     forward = finding.forward
-    if forward is None or singular_edge(forward) is not None or any(map(_meets_nan, finding.ops)):
+    if forward is None or singular_edge(forward) is not None or _meets_nan(forward):
         return ()
     return forward.nonfinite_inputs
 

@@ -12,7 +12,7 @@ from nandoctor.diagnosis.conclusion import (
     Conclusion,
     Suspect,
     absurd_weights,
-    broken_weights,
+    broken_state,
     diagnose_op,
     origin_at,
     origin_taken,
@@ -162,7 +162,7 @@ def _hidden_origin(
     """Return the op that made the forward op's infinite input, or the forward op if a later op hides what it made.
 
     A forward op that is singular at finite inputs is left to the causes of the backward pass, unless `with_own`: its
-    Inf became an ordinary number by arithmetic. If a broken weight is behind it, its diagnosis is returned too.
+    Inf became an ordinary number by arithmetic. If a broken weight or buffer is behind it, its diagnosis is returned too.
     """
     forward = finding.forward
     if forward is None:
@@ -177,7 +177,7 @@ def _hidden_origin(
     computed = [it for it in own if not (writes_infinity(it.op) or is_log_of_mask(it.op, trace.ops))]
     # Ops that only turned infinities into NaN come last.
     hidden = next(iter((*overflowed, *sorted(computed, key=lambda it: it.had_inf_input))), None)
-    broken = [*broken_weights(found, trace), *(absurd_weights(hidden, trace) if hidden is not None else ())]
+    broken = [*broken_state(found, trace), *(absurd_weights(hidden, trace) if hidden is not None else ())]
     return hidden, next(iter(broken), None)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from nandoctor.evidence.formats import EDGE, FP16, FloatFormat
-from nandoctor.evidence.report import LayerRow, Runs, RunSummary, SourceExcerpt
+from nandoctor.evidence.report import WRONG, LayerRow, Runs, RunSummary, SourceExcerpt
 from nandoctor.evidence.trace import SourceLine, TensorStats, Trace, largest_of
 from nandoctor.source_files import parse
 from nandoctor.text import relative_path
@@ -56,12 +56,6 @@ def tabulate(runs: Runs | None) -> list[dict[str, object]]:
         for row in runs.autocast.modules
         for other in [references.get(row.place.key)]
     ]
-
-
-WRONG = 0.1
-"""Values this far from fp32's (norm of the difference over norm) count as wrong.
-
-fp16 carries 11 bits and a deep network loses a few of them, so rounding alone stays below a few per cent."""
 
 
 def align(trace: Trace, reference: Trace, low: FloatFormat) -> tuple[LayerRow, ...]:

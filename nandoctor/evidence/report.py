@@ -42,6 +42,12 @@ class ReplayAttempt:
     grade: Grade
 
 
+WRONG = 0.1
+"""Values this far from fp32's (norm of the difference over norm) count as wrong.
+
+fp16 carries 11 bits and a deep network loses a few of them, so rounding alone stays below a few per cent."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reproduction:
     """How well the replay agrees with the saved output of the dump.

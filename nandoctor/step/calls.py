@@ -221,8 +221,8 @@ def _find_ways(loss: Callable[..., Any], output: Any, batch: Any, used: Collecti
     `loss(logit, mask)` of a batch with a mask is called with that, unless it uses the parameter as a dict; other names
     are matched by the rules of `binding.LOSS`.
     """
+    loss, signature = _output_first(loss, read_signature(loss.forward if isinstance(loss, nn.Module) else loss))
     whole = partial(loss, output, batch)
-    signature = read_signature(loss.forward if isinstance(loss, nn.Module) else loss)
     others, is_open = signature.named[1:], bool(signature.variadic or signature.keywords)
     if signature.named and not others and not is_open:
         return [partial(loss, output), whole]
@@ -237,6 +237,23 @@ def _find_ways(loss: Callable[..., Any], output: Any, batch: Any, used: Collecti
     taken = sum(p.default is p.empty for p in others)  # targets come last
     fits = isinstance(batch, list | tuple) and 0 < taken < len(batch)
     return [whole, partial(loss, output, *batch[-taken:])] if fits else [whole]
+
+
+def _output_first(loss: Callable[..., Any], signature: Signature) -> tuple[Callable[..., Any], Signature]:
+    """Return a loss that takes the output first, and its signature; `loss(target, logit)` and the like do not."""
+    if not signature.named:
+        return loss, signature
+    first, *others = signature.named
+    outputs, role = [p for p in others if role_of(p.name) == "output"], role_of(first.name)
+    if len(outputs) != 1 or not (role == "target" or (role == "unknown" and first.name in signature.mappings)):
+        return loss, signature
+    name = outputs[0].name
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        output, rest = (kwargs.pop(name), args) if name in kwargs else (args[0], args[1:])
+        return loss(*rest, **{name: output}, **kwargs)
+
+    return call, replace(signature, named=(*outputs, *(p for p in signature.named if p.name != name)))
 
 
 def _part_with(keys: Collection[str], batch: Mapping[Any, Any]) -> Mapping[Any, Any]:

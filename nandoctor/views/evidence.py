@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from nandoctor.causes.sentences import find_operand, place_of_operand
 from nandoctor.evidence.formats import FP32
-from nandoctor.evidence.report import Diagnosis, FirstNonfinite, Origin, Report, Reproduction, Verdict
+from nandoctor.evidence.report import WRONG, Diagnosis, FirstNonfinite, Origin, Report, Reproduction, Verdict
 from nandoctor.evidence.trace import Place, TensorStats
 from nandoctor.text import (
     are,
@@ -70,12 +70,13 @@ def describe_reproduction(reproduction: Reproduction) -> str:
     saved = f"{count} of {plural(reproduction.numel or 0, 'value')} of {output} {are(num_bad)} non-finite"
     if reproduction.grade in ("exact", "same-mask"):
         error = 0.0 if reproduction.grade == "exact" else reproduction.max_rel_err
-        part = " in part" if (error or 0.0) > _CLOSE else ""
+        how = "reproduces your run" + (" in part" if (error or 0.0) > _CLOSE else "")
+        how = "gives other values than your run" if (error or 0.0) > WRONG else how
         same = f"the same {saved}, all others" if num_bad else f"{output} is finite in both, and"
         if error is None:
             return f"reproduces your run: the same {saved}, no others to compare"
         others = f"{within(error)} of the largest saved value" if error else "identical"
-        return f"reproduces your run{part}: {same} {others}"
+        return f"{how}: {same} {others}"
     in_replay = f"{reproduction.num_bad_replayed:,}" if reproduction.num_bad_replayed else "none"
     return f"does not reproduce your run: {saved} in the file, {in_replay} in the replay"
 

@@ -29,6 +29,14 @@ def of_the_plural(output, labels):
     return of_batch(output, {"label": labels})
 
 
+def of_the_target_first(label, logits):
+    return of_batch(logits, {"label": label})
+
+
+def of_the_batch_first(batch, output):
+    return of_batch(output, batch)
+
+
 def of_keywords(output, *, label, reduction="mean", **_):
     return nn.functional.cross_entropy(output, label, reduction=reduction)
 
@@ -62,6 +70,8 @@ def compute(loss, **others):
         of_batch,
         of_a_name_in_the_batch,
         of_the_plural,
+        of_the_target_first,
+        of_the_batch_first,
         of_keywords,
         of_anything,
         with_logs,

@@ -46,6 +46,7 @@ POISONED = "input . - poisoned-input"
 
 @rows(POISONED, {"waypoints": with_a_nan(normal(4, 8))}, 8, 3, name="name nobody heard of", samples=(1,))
 @rows(POISONED, {"z": with_a_nan(normal(4, 8))}, 8, 3, name="named by the user", inputs="waypoints=z")
+@rows("not-reproduced", {"waypoints": normal(4, 8), "logit": with_a_nan(normal(3, 3))}, 8, 3, name="of another shape")
 @rows("healthy", GAUGES, 8, 3, name="target with gaps of the output's shape", loss=where_known)
 @rows("input . - poisoned-target", GAUGES, 8, 3, name="gaps that are multiplied away", loss=times_known)
 class Locator(nn.Linear):

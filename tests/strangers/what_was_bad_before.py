@@ -181,3 +181,20 @@ class Scaled(nn.Module):
     def forward(self, x):
         h = self.layer(x)
         return h / ((h * h).mean(-1, keepdim=True) + 1e-9).sqrt() * self.weight
+
+
+def with_an_infinite_scale(model):
+    return {**X, "state_dict": {**model.state_dict(), "scale": torch.ones(8).index_fill(0, torch.tensor(3), math.inf)}}
+
+
+@rows("state . - poisoned-buffers", with_an_infinite_scale, loss=lambda out, _: out.float().sum())
+class Whitened(nn.Module):
+    """Its output hides an infinite statistic, which the gradient of the layer after it is multiplied by."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x):
+        return torch.tanh(self.layer(x * self.scale).float())
