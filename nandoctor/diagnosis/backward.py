@@ -162,7 +162,7 @@ def _hidden_origin(
     """Return the op that made the forward op's infinite input, or the forward op if a later op hides what it made.
 
     A forward op that is singular at finite inputs is left to the causes of the backward pass, unless `with_own`: its
-    Inf became an ordinary number by arithmetic. If a broken weight or buffer is behind it, its diagnosis is returned too.
+    Inf became an ordinary number by arithmetic. If a broken weight or buffer is behind it, that is diagnosed too.
     """
     forward = finding.forward
     if forward is None:

@@ -487,5 +487,5 @@ def absurd_weights(finding: Finding, trace: Trace) -> list[Diagnosis]:
 
 def broken_state(found_trace: NonfiniteTrace, trace: Trace) -> list[Diagnosis]:
     """Return diagnoses of weights and buffers that were non-finite before the step, among the tensors from outside."""
-    state = replace(found_trace, outside=tuple(it for it in found_trace.outside if it[1].origin in ("weight", "buffer")))
-    return [diagnosis for _, diagnosis, _ in _from_outside(state, trace)]
+    state = tuple(it for it in found_trace.outside if it[1].origin in ("weight", "buffer"))
+    return [diagnosis for _, diagnosis, _ in _from_outside(replace(found_trace, outside=state), trace)]

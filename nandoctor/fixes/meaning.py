@@ -158,7 +158,8 @@ class Meaning:
             sides, moved = off_zero, _agreed([side.values for side in off_zero])
             moved = {name: torch.where(torch.isnan(value), -torch.inf, value) for name, value in moved.items()}
             values |= {name: torch.where(is_open[name], moved[name], values[name]) for name in is_open.keys() & moved}
-        return Result(values=values, gradients=_agreed([side.gradients for side in sides]), ran=True)
+        gradients, scale = _agreed([side.gradients for side in sides]), self.trials.exact().gradient_scale
+        return Result(values=values, gradients=gradients, gradient_scale=scale, ran=True)
 
     @cached_property
     def has_limit(self) -> bool:
@@ -228,7 +229,7 @@ class Meaning:
         if not all(bool(torch.isfinite(values).all()) for values in limit.values.values()):
             return self._describe_shown(edit)
         is_open = not exact.gradients_finite
-        return _describe_gradients(self.trials.exact(change), limit.gradients, everywhere=False) if is_open else None
+        return _describe_gradients(self.trials.exact(change), limit, everywhere=False) if is_open else None
 
     def _describe_shown(self, edit: Edit) -> str | None:
         """Describe a gradient that depends on the number that an edit puts for an infinity, and for nothing else."""
@@ -252,7 +253,7 @@ class Meaning:
             _, off = largest_error(trials.reference(change), trials.exact()) or ("", 0.0)
             at = f"off float64's with inputs of {factor:g} times the size"
             return f"the gradients are {percent(off)} {at}" if off > TOLERANCE else None
-        meant = {name: self._known_gradient(name) for name in exact.gradients}
+        meant = replace(exact, gradients={name: self._known_gradient(name) for name in exact.gradients})
         puts_numbers = _with_other_numbers(edit) != edit
         return _describe_gradients(self.trials.exact(change), meant, everywhere=puts_numbers)
 
@@ -463,10 +464,10 @@ def _describe_at(place: int, values: tuple[torch.Tensor, ...]) -> str:
     return f"{number(given)} where the formula {formula}"
 
 
-def _describe_gradients(made: Result, meant: Tensors, *, everywhere: bool) -> str | None:
+def _describe_gradients(made: Result, meant: Result, *, everywhere: bool) -> str | None:
     """Describe gradients that differ from the `meant` ones where these are numbers; `everywhere`: all have to be."""
-    for name in made.gradients.keys() & meant:
-        theirs = meant[name].double()
+    for name in sorted(made.gradients.keys() & meant.gradients):
+        theirs = meant.gradients[name].double() / meant.gradient_scale
         known = torch.isfinite(theirs)
         if everywhere and not bool(known.all()):
             return f"the gradient of `{name}` has no limit at this point, and is replaced"

@@ -412,3 +412,14 @@ class Difference(nn.Module):
 
     def forward(self, x, y):
         return (self.shown(x).float() - self.taken(y).float()).clamp(max=1)
+
+
+BLANK = {"x": normal(5, 6).index_fill(0, torch.tensor(2), 0.0)}
+
+
+@rows(
+    "numerics . sqrt *", BLANK, 6, 6, False, loss=squared, fix="verified clamp", name="at a loss scale", loss_scale=32.0
+)
+class Norm(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).float().square().sum(1).sqrt()
