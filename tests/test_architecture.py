@@ -34,23 +34,23 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_428, "tests": 30_000, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_403, "tests": 30_000, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
-    FILES: 2_945,
-    "autocast": 790,
+    FILES: 2_952,
+    "autocast": 787,
     "capture": 2_495,
     "causes": 2_701,
     "changes": 3_177,
     "cli": 850,
     "diagnosis": 1_934,
-    "dumps": 3_103,
-    "engine": 2_868,
+    "dumps": 3_102,
+    "engine": 2_844,
     "evidence": 1_700,
     "fixes": 4_223,
     "fleet": 691,
     "repro_scripts": 629,
-    "step": 2_987,
+    "step": 2_983,
     "tracing": 1_664,
     "views": 2_671,
 }
