@@ -184,6 +184,13 @@ def registered(kernels: Iterable[tuple[str, str, Callable[..., Any]]], **options
         yield
 
 
+def find_op(name: str) -> OpOverload | None:
+    """Return the op of a qualified name ("aten::mm.out"); None if this torch lacks it."""
+    namespace, _, name = name.partition("::")
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet, None), overload or "default", None)
+
+
 def list_ops(key: str) -> list[str]:
     """Return the qualified names ("aten::mm.out") of the ops with a kernel for a dispatch key; of all ops for ""."""
     return list(_find("torch._C._dispatch_get_registrations_for_dispatch_key")(key))

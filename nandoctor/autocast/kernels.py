@@ -52,11 +52,6 @@ def install_kernels(device_type: str, version: tuple[int, int] = TORCH) -> Itera
         yield
 
 
-def is_emulating(device_type: str) -> bool:
-    """Return True while the autocast of that device type follows CUDA's op lists."""
-    return shared_kernels(device_type).held
-
-
 @cache
 def shared_kernels(device_type: str) -> Shared:
     """Return a context that registers the kernels; weights are cast only once within `install_kernels`."""
@@ -68,16 +63,10 @@ def _make_kernels(device_type: str) -> list[tuple[str, str, Callable[..., Any]]]
     """Return a kernel for each listed op that this torch has; other ops of the device's own list fall through."""
     key = f"Autocast{device_type.upper()}"
     own = [name.removeprefix("aten::") for name in torch_compat.list_ops(key) if name.startswith("aten::")]
-    ops = {name: op for name in _RUNS if (op := _find_op(name)) is not None}
+    ops = {name: op for name in _RUNS if (op := torch_compat.find_op(f"aten::{name}")) is not None}
     kernels = {name: _make_kernel(op, name, device_type) for name, op in ops.items()}
     kernels |= dict.fromkeys([name for name in own if name not in _RUNS], fallthrough_kernel)
     return [(f"aten::{name}", key, kernel) for name, kernel in kernels.items()]
-
-
-def _find_op(name: str) -> OpOverload | None:
-    """Return the op of that name and overload, None if this torch lacks it."""
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,6 +50,14 @@ FP64_FOR_ALL: Wider = {
     **dict.fromkeys((torch.complex32, torch.complex64), torch.complex128),
 }
 
+
+def recast(formats: Wider, value: Any) -> Any:
+    """Return a tensor in the format that replaces its own, or a format's replacement; any other value as it is."""
+    if isinstance(value, Tensor):
+        return value.to(formats.get(value.dtype, value.dtype))
+    return formats.get(value, value) if isinstance(value, torch.dtype) else value
+
+
 _on_host: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 """Tensors that CUDA code would have left on the CPU, by `id`: a mark on the tensor itself would be saved with it."""
 

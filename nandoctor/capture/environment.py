@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from nandoctor import __version__
-from nandoctor.autocast.kernels import is_emulating
+from nandoctor.autocast.kernels import shared_kernels
 from nandoctor.dumps.recorded_format import GeneratorState, NumpyState, PythonState, RandomStates
 from nandoctor.source_files import SourceHash, find_typed, hash_source, is_installed, shown_path
 from nandoctor.text import dtype_name
@@ -82,7 +82,7 @@ def read_autocast(device: str) -> dict[str, Any]:
         "device": device,
         "dtype": dtype_name(torch.get_autocast_dtype(device)),
         "cache": torch.is_autocast_cache_enabled(),
-        "emulated": enabled and device != "cuda" and is_emulating(device),
+        "emulated": enabled and device != "cuda" and shared_kernels(device).held,
     }
 
 

@@ -39,7 +39,7 @@ _WHOLE = (
 def read_dump(path: str | os.PathLike[str], *, as_torch: bool = True) -> Dump:
     """Read the file at `path`; no code that it names is run.
 
-    Writes to its tensors do not reach the file. Those of a file of 256 MB or more are mapped from it: the file must not
+    Writes to its tensors do not reach the file. Those of a file of 64 MB or more are mapped from it: the file must not
     change while they are in use. Without `as_torch` it is read for `summarize` alone, and torch is not imported if all
     of its tensors are dense.
 

@@ -41,24 +41,23 @@ class Provenance:
     detail: str = "it carries no signature"
 
 
-def sign(file: IO[bytes]) -> bool:
+def sign(file: IO[bytes]) -> None:
     """Add a signature to the archive that torch has just written to `file`, open for reading and writing.
 
-    Return False, and leave the file as it is, if there is no key and none can be made.
+    The file stays as it is if there is no key and none can be made.
 
     Raises:
         OSError: the disk is full.
     """
     key = _make_key() or read_key()[0]
     if key is None:
-        return False
+        return
     file.seek(-_LENGTH_NBYTES, os.SEEK_END)  # of an empty comment
     file.write(_COMMENT_NBYTES.to_bytes(_LENGTH_NBYTES, "little"))
     file.seek(0)
     where = _directory_tag(key)
     mac = _compute_mac(key, where, iter(partial(file.read, _CHUNK_NBYTES), b""))
     file.write(f"{_HEADER}\n{where}\n{mac}\n".encode())
-    return True
 
 
 def check_signature(before: memoryview, pickle: bytes, after: memoryview) -> Provenance:

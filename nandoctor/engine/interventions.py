@@ -221,9 +221,7 @@ class _Running:
         self._call, self._proceed = call, proceed
 
     def argument(self, name: str) -> Any:
-        listed, _, place = name.rstrip("]").partition("[")  # tensors[1]
-        value: Any = dict(self._call.arguments()).get(listed)
-        return value[int(place)] if place else value
+        return self._call.argument(name)
 
     def number(self, name: str) -> float | None:
         return dict(self._call.scalars()).get(name)
@@ -238,12 +236,8 @@ class _Running:
     def run(self, /, **arguments: Any) -> Any:
         call = self._call
         for name, value in arguments.items():
-            given, (listed, _, place) = self.argument(name), name.rstrip("]").partition("[")
-            if place:
-                items = [*self.argument(listed)]
-                items[int(place)] = value
-                call = call.with_argument(listed, items)
-            elif name in call.signature.changed and isinstance(given, torch.Tensor):
+            given = self.argument(name)
+            if name in call.signature.changed and isinstance(given, torch.Tensor):
                 given.copy_(value)
             else:
                 call = call.with_argument(name, value)
@@ -344,14 +338,14 @@ def _functions_with(keys: Container[tuple[object, ...]], reachable: Iterable[Fun
     """Return every live function whose code has one of these keys; `reachable` are those that are known in its file.
 
     Not by gc.get_objects(): it returns tuples that another thread is still building, which breaks that thread
-    (https://github.com/python/cpython/issues/59313). Asking for the referrers of a code object is safe. It walks the
-    whole memory, so it is done only if the known functions do not account for every reference.
+    (https://github.com/python/cpython/issues/59313). Asking for the referrers of a code object is safe. It takes 2 ms
+    in a process of nandoctor's own, and 20 ms in one that has just imported torch.
     """
     known = list({id(function): function for function in reachable}.values())
     wanted = {id(code): code for function in known for code in _all_codes(function.__code__) if _key(code) in keys}
     found = [function for function in known if id(function.__code__) in wanted]
     # The referrers lack what was frozen by `gc.freeze()`, as a server or a test session does.
-    more = () if _are_the_only_holders(known, wanted) else gc.get_referrers(*wanted.values())
+    more = gc.get_referrers(*wanted.values())
     return [*found, *(item for item in more if type(item) is FunctionType and item not in found)]
 
 
@@ -361,17 +355,6 @@ def _all_codes(code: CodeType) -> Iterator[CodeType]:
         yield from _all_codes(inner)
 
 
-def _are_the_only_holders(functions: Iterable[FunctionType], codes: Mapping[int, CodeType]) -> bool:
-    """Return True if the functions, and the codes around theirs, account for every reference to these codes."""
-    outer = {id(code): code for function in functions for code in _all_codes(function.__code__)}
-    accounted = Counter(id(function.__code__) for function in functions)
-    accounted.update(id(inner) for code in outer.values() for inner in _inner(code))
-    del outer
-    # An object without holders shows how many references the mapping and the counting itself make.
-    alone, *counts = [sys.getrefcount(code) for code in ({0: compile("0", "", "eval")} | dict(codes)).values()]
-    return all(count == alone + 1 + accounted[key] for key, count in zip(codes, counts, strict=True))
-
-
 def reachable(path: str, model: nn.Module, loss: Any = None) -> Iterator[FunctionType]:
     """Yield the file's functions that the model's classes, its modules and the loss hold, also inside decorators."""
     loaded = (getattr(module, "__dict__", {}) for module in list(sys.modules.values()))
@@ -379,12 +362,11 @@ def reachable(path: str, model: nn.Module, loss: Any = None) -> Iterator[Functio
     kinds = dict.fromkeys(kind for module in model.modules() for kind in type(module).__mro__)
     held = (part for module in model.modules() for part in _parts(dict(vars(module))).values())
     waiting = deque[Any]((*kinds, *held, loss, *of_file))
-    parts_of, seen = once(_parts), set[int]()
+    parts_of = once(_parts)
     while waiting:
         for _, item in walk(waiting.popleft(), parts_of):
-            if type(item) is not FunctionType or id(item) in seen:
+            if type(item) is not FunctionType:
                 continue
-            seen.add(id(item))
             is_of_file = item.__code__.co_filename == path
             if is_of_file:
                 yield item

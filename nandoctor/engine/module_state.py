@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from nandoctor.autocast.literals import Wider
+from nandoctor.autocast.literals import Wider, recast
 from nandoctor.dumps.tensors import unexpanded
 from nandoctor.engine.call import Batch
 from nandoctor.errors import LossError
@@ -216,7 +216,7 @@ def copied_input(tensor: torch.Tensor, wider: Wider) -> torch.Tensor:
     """
     is_small = tensor.layout is not torch.strided or memory_of([tensor]) < _EXPANDED_NBYTES
     stored = tensor if is_small else unexpanded(tensor)
-    made = stored.to(wider.get(stored.dtype, stored.dtype)).clone()
+    made: torch.Tensor = recast(wider, stored).clone()
     return made if stored is tensor else made.expand(tensor.shape)
 
 
@@ -236,14 +236,8 @@ def draw_in_fp32(call: Invocation, proceed: Proceed) -> Any:
             return proceed(call)
         return target.copy_(proceed(call.with_argument("self", torch.empty_like(target, dtype=torch.float32))))
     with switched({"default_dtype": torch.float32}):  # if neither a tensor nor the call names another
-        drawn = proceed(call.mapped(partial(_cast, torch.float64, torch.float32)))
-    return tree_map(partial(_cast, torch.float32, torch.float64), drawn)
-
-
-def _cast(given: torch.dtype, wanted: torch.dtype, value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(wanted) if value.dtype is given else value
-    return wanted if value is given else value
+        drawn = proceed(call.mapped(partial(recast, {torch.float64: torch.float32})))
+    return tree_map(partial(recast, {torch.float32: torch.float64}), drawn)
 
 
 _CONTAINERS = (dict, OrderedDict, list, deque, set)

@@ -46,9 +46,9 @@ _HALF = (FP16, BF16)
 class SavedOutputs:
     """The `names` of the arrays that are not inputs, and `graded`, the name and values of the one to compare with.
 
-    `field` is the user's name for the matching field of the model's output, or its exact place there if the recorder
-    noted it. If no name shows which is the output, one of `perhaps`, which nothing else claims, counts as it if the
-    replay agrees; and one of `read`, which the loss reads by name, if the output has a field of that name.
+    `field` is the user's name for the matching field of the model's output. If no name shows which is the output, one
+    of `perhaps`, which nothing else claims, counts as it if the replay agrees; and one of `read`, which the loss reads
+    by name, if the output has a field of that name.
     """
 
     names: tuple[str, ...]

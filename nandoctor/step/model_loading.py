@@ -379,8 +379,7 @@ class Unfilled(TorchFunctionMode):
 
     def holds(self, tensor: Any) -> bool:
         """Return True if the tensor was left as it was allocated."""
-        is_plain = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and not is_lazy(tensor)
-        return is_plain and storage_of(tensor) in self._undrawn
+        return _is_large(tensor) and storage_of(tensor) in self._undrawn
 
 
 def _is_large(tensor: Any) -> bool:

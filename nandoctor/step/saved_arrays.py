@@ -25,7 +25,7 @@ from nandoctor.step.binding import Offer, required_names
 from nandoctor.step.calls import as_passed
 from nandoctor.step.settings import Settings
 from nandoctor.tracing.tensor_stats import all_finite, format_of
-from nandoctor.trees import spell, walk
+from nandoctor.trees import walk
 
 _CONTAINERS = (dict, list, tuple)
 
@@ -108,10 +108,7 @@ def find_outputs(
     first = next(iter(names), None)
     if first is None:
         return SavedOutputs(names=tuple(names), graded=_saved_number(dump), field=settings.output)
-    # An array that the recorder named "output.boxes.0" is at "boxes[0]" of the model's output.
-    place = tuple(int(part) if part.isdigit() else part for part in first.split(".")[1:])
-    field = settings.output or (spell(place) if dump.is_recorded else None)
-    return SavedOutputs(names=tuple(names), graded=(first, dump.arrays[first]), field=field)
+    return SavedOutputs(names=tuple(names), graded=(first, dump.arrays[first]), field=settings.output)
 
 
 def names_read(functions: Collection[Callable[..., Any] | None], arrays: Collection[str]) -> frozenset[str]:

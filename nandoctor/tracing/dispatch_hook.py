@@ -26,6 +26,7 @@ from nandoctor.torch_compat import (
     MAKE_SUBCLASS,
     OBSERVER_KEY,
     call_below_observer,
+    find_op,
     is_wrapped,
     kernel_library,
     list_ops,
@@ -105,6 +106,12 @@ class Invocation:
         yield from zip(self.signature.arguments, self.args, strict=False)
         yield from self.kwargs.items()
 
+    def argument(self, name: str) -> Any:
+        """Return an argument, named as in the schema or as in `tensors`; None if it was not given."""
+        listed, _, index = name.rstrip("]").partition("[")
+        value: Any = dict(self.arguments()).get(listed)
+        return value[int(index)] if index else value
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors whose values the op reads, those in a list as `name[i]`; it only writes to the others."""
         arguments = dict(self.arguments())
@@ -139,10 +146,10 @@ class Invocation:
 
     def with_argument(self, name: str, value: Any) -> Invocation:
         """Return the same call with another value for one argument, named as in the schema or as in `tensors`."""
-        listed, _, index = name.partition("[")
+        listed, _, index = name.rstrip("]").partition("[")
         if index:
-            items = list(dict(self.arguments())[listed])
-            items[int(index[:-1])] = value
+            items = [*self.argument(listed)]
+            items[int(index)] = value
             return self.with_argument(listed, items)
         names = self.signature.arguments[: len(self.args)]
         if name in names:
@@ -233,9 +240,8 @@ observer_registered = Shared(_observer)
 
 
 def _observe_named(place: str, keys: Any, *args: Any, **kwargs: Any) -> Any:
-    namespace, _, name = place.partition("::")
-    packet, _, overload = name.partition(".")
-    op = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+    op = find_op(place)
+    assert op is not None
     # After the library is gone, torch may still call this in place of the fallback, which takes the op as an argument.
     return _observe(keys, op, *(args[1:] if args and args[0] is op else args), **kwargs)
 

@@ -9,12 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
-from nandoctor.autocast.literals import FP64_FOR_ALL
+from nandoctor.autocast.literals import FP64_FOR_ALL, recast
 from nandoctor.evidence.formats import FP64
 from nandoctor.evidence.trace import LOSS, OpAnalysis, OpCall, Operand, OpTensor, Phase, Place
 from nandoctor.ops import POINTWISE, PRODUCTS, UNFILLED, num_terms
@@ -354,7 +355,7 @@ def _examine(call: Invocation, outputs: Sequence[torch.Tensor]) -> OpAnalysis:
 
 def _before_reduction(call: Invocation) -> torch.Tensor | None:
     """Return what a loss of torch's computes for each element, before its mean or sum; None for any other op."""
-    if not dict(call.arguments()).get("reduction"):
+    if not call.argument("reduction"):
         return None
     with torch.no_grad(), without_autocast():
         return numbers_in(call.with_argument("reduction", 0).run())
@@ -405,19 +406,13 @@ def _recompute(call: Invocation, place: int, *, like: torch.Tensor) -> torch.Ten
     """Return the op's output at `place` in float64 from the same inputs, or None if that fails (no float64 kernel)."""
     try:
         with torch.no_grad(), without_autocast():
-            output = call.mapped(_widen).run()
+            output = call.mapped(partial(recast, FP64_FOR_ALL)).run()
     except (RuntimeError, NotImplementedError, TypeError, AssertionError):  # AssertionError: from a tensor class
         return None
     leaves = tree_tensors(output)
     values = numbers_in(leaves[place]) if place < len(leaves) else None
     with plain_torch():
         return None if values is None or values.shape != like.shape else values.double()
-
-
-def _widen(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().to(FP64_FOR_ALL.get(value.dtype, value.dtype))
-    return FP64_FOR_ALL.get(value, value) if isinstance(value, torch.dtype) else value
 
 
 def _find_worst(nonfinite: torch.Tensor, exact: torch.Tensor | None) -> tuple[tuple[int, ...], float | None]:
@@ -464,13 +459,12 @@ def full_rows(call: Invocation) -> torch.Tensor | None:
 
     That dimension has length 1 in the result, which is None for an op without such rows.
     """
-    named = dict(call.arguments())
     if call.name == "scaled_dot_product_attention":
-        mask = named.get("attn_mask")
+        mask = call.argument("attn_mask")
         if mask is None:
             return None
         return (~mask if mask.dtype == torch.bool else torch.isneginf(mask)).all(-1, keepdim=True)
-    scores, dim = named.get("self"), named.get("dim")
+    scores, dim = call.argument("self"), call.argument("dim")
     if not isinstance(scores, torch.Tensor) or not isinstance(dim, int) or not scores.is_floating_point():
         return None
     return torch.isneginf(scores).all(dim, keepdim=True) if scores.dim() else None
