@@ -9,13 +9,12 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from commands import run
 from tiny_models import Overflowing
 from torch import nn
 
 from nandoctor import cli
-from nandoctor.cli import find_verb, main
+from nandoctor.cli import find_verb
 from nandoctor.step.settings import OPTIONS
 
 IMAGE = np.ones((2, 4), np.float32)
@@ -270,9 +269,7 @@ def test_a_working_directory_that_is_gone_ends_in_a_message(tmp_path, monkeypatc
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    result = CliRunner().invoke(main, ["verify", str(tmp_path / "dump.pth")])
-    assert (result.exit_code, result.stderr.splitlines()[0]) == (
-        125,
-        "nandoctor: The working directory no longer exists.",
-    )
+    result = run("verify", tmp_path / "dump.pth")
+    told = result.stderr.splitlines()[0]
+    assert (result.exit_code, told) == (125, "nandoctor: The working directory no longer exists.")
     monkeypatch.chdir(tmp_path)

@@ -8,13 +8,12 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
-import click
 import pytest
 from one_test import for_each
 from parsed_files import nodes_of, parsed
 
 import nandoctor
-from nandoctor.cli import VERBS, find_verb, main
+from nandoctor.cli import VERBS, find_verb
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "nandoctor"
@@ -164,7 +163,6 @@ def test_a_verb_is_one_of_the_command_line():
     verbs = [code.split()[1] for code in CODE if code.startswith("nandoctor ")]
     assert verbs
     assert [verb for verb in verbs if verb not in VERBS] == []
-    assert isinstance(main, click.Group)
 
 
 def test_a_script_is_there():

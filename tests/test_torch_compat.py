@@ -70,23 +70,17 @@ def forget():
     torch_compat._find.cache_clear()
 
 
-@pytest.fixture
-def saved(tmp_path):
-    torch.save({"state_dict": nn.Linear(2, 2).state_dict(), "x": torch.ones(1, 2)}, tmp_path / "nan.pth")
-    return tmp_path / "nan.pth"
-
-
-def test_what_is_missing_is_named_and_not_laid_on_the_model(saved, forget, monkeypatch):
+def test_what_is_missing_is_named_and_not_laid_on_the_model(replay, forget, monkeypatch):
     monkeypatch.delattr("torch._C._ExcludeDispatchKeyGuard")
     with pytest.raises(UnsupportedTorchError, match=re.escape(f"torch {torch.__version__} lacks torch._C._Exc")) as it:
-        nandoctor.replay(saved, nn.Linear(2, 2), amp_dtype="float16")
+        replay(nn.Linear(2, 2), {"x": torch.ones(1, 2)}, amp_dtype="float16")
     assert "docs/versions.md" in it.value.remedy
 
 
-def test_a_replay_with_an_older_torch_says_where_to_go(saved, monkeypatch):
+def test_a_replay_with_an_older_torch_says_where_to_go(replay, monkeypatch):
     monkeypatch.setattr(torch_compat, "TORCH", (2, 5))
     with pytest.raises(UnsupportedTorchError, match=r"needs torch 2\.6 or newer") as caught:
-        nandoctor.replay(saved, nn.Linear(2, 2))
+        replay(nn.Linear(2, 2), {"x": torch.ones(1, 2)})
     assert "Copy the dump to an environment with a newer torch" in caught.value.remedy
 
 

@@ -59,26 +59,28 @@ def project(tmp_path, monkeypatch):
     sys.modules.pop("net", None)
 
 
-def write_dump(project, name="Net", path="dump.pth"):
-    """What a training script saves when the output is NaN: buffers as the failing forward left them."""
-    torch.manual_seed(0)
-    model = getattr(importlib.import_module("net"), name)()
-    image = torch.randn(4, 3, 8, 8)
-    image[1] = 0
-    with cuda_autocast():
-        logit = model(image)["logit"].detach()
-    torch.save({"state_dict": model.state_dict(), "image": image, "logit": logit}, project / path)
-    sys.modules.pop("net")
-    return project / path
-
-
-def record_dump(project, name="Net", *, loss="loss_of", spoil=1.0):
-    """The same step as the recorder saves it; the loop's own loss is multiplied by `spoil`."""
+def failing_step(name):
+    """The file as a module, a model of it, and a batch with a blank image."""
     torch.manual_seed(0)
     net = importlib.import_module("net")
-    model = getattr(net, name)()
-    image = torch.randn(4, 3, 8, 8)
+    model, image = getattr(net, name)(), torch.randn(4, 3, 8, 8)
     image[1] = 0
+    return net, model, image
+
+
+def write_dump(project, name="Net"):
+    """What a training script saves when the output is NaN: buffers as the failing forward left them."""
+    _, model, image = failing_step(name)
+    with cuda_autocast():
+        logit = model(image)["logit"].detach()
+    torch.save({"state_dict": model.state_dict(), "image": image, "logit": logit}, project / "dump.pth")
+    sys.modules.pop("net")
+    return project / "dump.pth"
+
+
+def record_dump(*, loss="loss_of", spoil=1.0):
+    """The same step as the recorder saves it; the loop's own loss is multiplied by `spoil`."""
+    net, model, image = failing_step("Net")
     recorder = Recorder(model, loss=loss and getattr(net, loss))
     with recorder.step((image,)), cuda_autocast():
         recorder.watch(net.loss_of(model(image), (image,)) * spoil)
@@ -118,7 +120,7 @@ def test_poisoned_buffers_without_a_change_still_fail(project):
 
 
 def test_the_changed_file_is_told_by_the_recorders_hashes(project):
-    dump = record_dump(project)
+    dump = record_dump()
     assert run("verify", dump).exit_code == 1
     edit(project)
     result = run("verify", dump)
@@ -143,7 +145,7 @@ def test_a_replay_without_hashes_says_what_can_be_said(project):
 def test_nothing_changed_is_no_fix(project):
     """The loop saw a NaN that a replay of the same code does not show: whatever that is, nobody has fixed it."""
     edit(project)
-    dump = record_dump(project, spoil=float("nan"))
+    dump = record_dump(spoil=float("nan"))
     assert run("replay", dump, "--check").exit_code == 125
     result = run("verify", dump)
     assert result.exit_code == 125
@@ -221,7 +223,7 @@ def test_dropout_without_its_random_state_cannot_be_told(project):
 
 def test_a_loss_that_is_not_replayed_cannot_be_told(project):
     edit(project)
-    dump = record_dump(project, loss=None, spoil=float("nan"))
+    dump = record_dump(loss=None, spoil=float("nan"))
     edit(project, old="1e-4", new="1e-3")
     result = run("verify", dump)
     assert result.exit_code == 125
@@ -241,7 +243,7 @@ def test_what_cannot_be_run_cannot_be_told(project):
 
 
 def test_json_is_the_whole_verification(project):
-    dump = record_dump(project)
+    dump = record_dump()
     for code in (1, 0):
         result = run("verify", dump, "--json")
         plain = json.loads(result.stdout)

@@ -69,26 +69,20 @@ def test_train_flags_and_arguments_are_those_of_the_call(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("in_place", [False, True], ids=["torch.compile", "Module.compile"])
-def test_compiled_models_are_recorded(tmp_path, in_place):
+def test_a_model_that_is_compiled_in_place_is_recorded(tmp_path):
     model = make_model()
-    compiled = model
-    if in_place:
-        model.compile(backend="aot_eager")
-    else:
-        compiled = torch.compile(model, backend="aot_eager")
-    graph = compiled._compiled_call_impl
-    recorder = Recorder(compiled, folder=tmp_path)
-    for number in range(3):
-        batch = make_batch(number == 2)
-        loss = loss_of(compiled(batch[0]), batch) * (float("nan") if number == 2 else 1)
-        recorder.watch(loss, batch)
-    recorder.close()
+    model.compile(backend="aot_eager")
+    graph = model._compiled_call_impl
+    with Recorder(model, folder=tmp_path) as recorder:
+        for number in range(3):
+            batch = make_batch(number == 2)
+            loss = loss_of(model(batch[0]), batch) * (float("nan") if number == 2 else 1)
+            recorder.watch(loss, batch)
     dump = read_dump(recorder.written[0])
     assert dump.state["norm.num_batches_tracked"] == 2
     assert "norm.running_mean" in dump.state
     assert torch.equal(dump.arrays["input.image"], batch[0])
-    assert compiled._compiled_call_impl is graph
+    assert model._compiled_call_impl is graph
 
 
 def test_two_calls_of_one_step_are_replayed_in_their_order(tmp_path):

@@ -5,10 +5,9 @@ import shlex
 
 import pytest
 import torch
-from click.testing import CliRunner
+from commands import run
 
 import nandoctor
-from nandoctor.cli import main
 from nandoctor.dumps.reader import read_dump
 
 transformers = pytest.importorskip("transformers")
@@ -169,11 +168,11 @@ def test_a_strangers_dump_is_approved_with_its_config(tmp_path, monkeypatch):
     with nandoctor.Recorder(model, folder=tmp_path) as recorder, nandoctor.cuda_autocast():
         recorder.watch(model(input_ids=torch.full((2, 8), 49)).logits)
     torch.save(torch.load(recorder.written[0]), "stranger.pth")  # saved again, so that no signature is left
-    refused = CliRunner().invoke(main, ["replay", "stranger.pth", "--no-fixes", "--json"])
+    refused = run("replay", "stranger.pth", "--no-fixes", "--json")
     assert refused.exit_code == 1
     command = shlex.split(refused.stderr.partition("To run it")[2])
     assert command[:2] == ["nandoctor", "replay"]
     assert command[4:] == ["transformers.models.bert.modeling_bert:BertForTokenClassification"]
-    replayed = CliRunner().invoke(main, [*command[1:], "--no-fixes", "--json"])
+    replayed = run(*command[1:], "--no-fixes", "--json")
     assert replayed.exit_code == 0, replayed.stderr
     assert json.loads(replayed.stdout)["reproduction"]["grade"] == "exact"

@@ -10,6 +10,7 @@ from torch import nn
 
 from nandoctor.changes.constant import SetArgument, SetAttribute
 from nandoctor.changes.keep_fp32 import KeepModule, KeepOp
+from nandoctor.changes.places import site_of
 from nandoctor.engine.runner import CLOSELY, MODULES_ONLY
 from nandoctor.evidence.edits import OpSite
 from nandoctor.evidence.formats import FP16, FP32
@@ -59,13 +60,6 @@ def dtypes(outcome):
     return {call.module: call.outputs[0].dtype for call in outcome.trace.calls}
 
 
-def site_of(step, op, module):
-    """The place of a traced op."""
-    ops = execute(step, watch=CLOSELY).trace.ops
-    chosen = next(found for found in ops if (found.op, found.place.module) == (op, module))
-    return OpSite(module=chosen.place.module, type=chosen.place.type, op=op, nth=chosen.nth, source=chosen.source)
-
-
 def test_keeping_a_forward_alone_leaves_children_under_autocast():
     step = make_step()
 
@@ -94,11 +88,15 @@ def test_an_op_without_a_line_is_found_by_its_number():
     assert dtypes(execute(step, elsewhere))["branch"] is FP16
 
 
+def adds_of_branch(step, *edits):
+    ops = execute(step, *edits, watch=CLOSELY).trace.ops
+    return [op for op in ops if (op.op, op.place.module) == ("add", "branch")]
+
+
 def test_a_constant_is_replaced_only_where_it_is_that_number():
     step = make_step()
-    site = site_of(step, "add", "branch")
-    changed = execute(step, SetArgument(site=site, argument="other", was=1e-8, value=1.0), watch=CLOSELY)
-    (op,) = [op for op in changed.trace.ops if op.op == "add" and op.place.module == "branch"]
+    (site,) = map(site_of, adds_of_branch(step))
+    (op,) = adds_of_branch(step, SetArgument(site=site, argument="other", was=1e-8, value=1.0))
     assert dict(op.scalars)["other"] == 1.0
     other = execute(step, SetArgument(site=site, argument="other", was=1e-6, value=1.0))
     assert torch.equal(other.output, execute(step).output)

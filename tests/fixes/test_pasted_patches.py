@@ -12,24 +12,8 @@ import torch
 import nandoctor
 
 pytestmark = pytest.mark.usefixtures("project")
-HEAD = """import functools
-from dataclasses import dataclass
-
-import torch
+HEAD = """import torch
 from torch import nn
-
-
-def traced(function):
-    @functools.wraps(function)
-    def run(*args):
-        return function(*args)
-
-    return run
-
-
-@traced
-def decorated_square(v):
-    return (v * v).mean(-1, keepdim=True)
 
 
 def make_square(scale):
@@ -39,14 +23,6 @@ def make_square(scale):
     return lambda v: square(v)
 
 
-@dataclass
-class Power:
-    scale: float
-
-    def of(self, v):
-        return (v * v).mean(-1, keepdim=True) * self.scale
-
-
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -54,7 +30,6 @@ class Net(nn.Module):
         nn.init.eye_(self.lift.weight)
         self.lift.weight.data *= 400
         self.square = make_square(1.0)
-        self.power = Power(1.0)
 
     @property
     def gain(self):
@@ -72,10 +47,8 @@ BODIES = {
         return h / spread.sqrt()""",
     "a lambda": "power = lambda v: (v * v).mean(-1, keepdim=True)\n        return h / power(h).sqrt()",
     "a comprehension": "return h / sum((part * part).mean(-1, keepdim=True) for part in h.chunk(2, -1)).sqrt()",
-    "a decorated function": "return h / decorated_square(h).sqrt()",
     "a function in a closure": "return h / self.square(h).sqrt()",
     "a property": "return h / self.gain.sqrt()",
-    "a method of a dataclass": "return h / self.power.of(h).sqrt()",
     "an assignment in place": "p = h.clone()\n        p *= h\n        return h / p.mean(-1, keepdim=True).sqrt()",
     "a number as a tensor": "p = torch.tensor(2e3) * h.half()\n        return p / p.abs().amax(-1, keepdim=True)",
     "one statement after another": "p = h * h; p = p.mean(-1, keepdim=True)\n        return h / p.sqrt()",

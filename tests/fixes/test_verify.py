@@ -14,6 +14,7 @@ from nandoctor.autocast.policy import Policy
 from nandoctor.changes.clamp import ClampArgument
 from nandoctor.changes.constant import SetArgument
 from nandoctor.changes.keep_fp32 import KeepModule
+from nandoctor.changes.places import site_of
 from nandoctor.changes.setting import UseFormat
 from nandoctor.engine.runner import CLOSELY
 from nandoctor.evidence.edits import OpSite, SingleEdit
@@ -29,10 +30,8 @@ def make_trials(step, *, numerics=False):
     return Trials(step, TrialBudget(), numerics=numerics)
 
 
-def site_of(step, op, nth=0):
-    trace = step.run(watch=CLOSELY).trace
-    found = [o for o in trace.ops if o.op == op][nth]
-    return OpSite(module=found.place.module, type=found.place.type, op=op, nth=found.nth, source=found.source)
+def first_site(step, op):
+    return site_of(next(made for made in step.run(watch=CLOSELY).trace.ops if made.op == op))
 
 
 def test_nothing_is_run_twice_nor_if_it_is_known():
@@ -67,13 +66,13 @@ def test_what_fp32_itself_is_unsure_of_need_not_agree():
     step = make_step(Noisy(2, 4, bias=False), torch.full((3, 2), 0.3))
     trials = make_trials(step)
     assert not trials.judge().outcome.finite
-    edit = SetArgument(site=site_of(step, "add"), argument="other", was=1e-8, value=1e-4)
+    edit = SetArgument(site=first_site(step, "add"), argument="other", was=1e-8, value=1e-4)
     assert trials.passes(edit)
 
 
 def test_numerics_is_judged_against_fp32_with_the_same_change():
     step = make_step(Returns(torch.log), torch.tensor([[0.0, 1.0, 1e-3]]))
-    site = site_of(step, "log")
+    site = first_site(step, "log")
     trials = make_trials(step, numerics=True)
     assert trials.passes(ClampArgument(site=site, argument="self", low=1e-6))
     blunt = trials.judge(ClampArgument(site=site, argument="self", low=0.5))  # changes the log of 1e-3, which was fine
@@ -115,7 +114,7 @@ def make_residual(*, empty_row, coupled=False):
 def test_what_bf16_loses_without_the_failure_is_allowed_for(coupled):
     """Where the failure takes every sample with it, what bf16 loses elsewhere cannot be measured."""
     step = make_residual(empty_row=True, coupled=coupled)
-    trials, site = make_trials(step, numerics=True), site_of(step, "div")
+    trials, site = make_trials(step, numerics=True), first_site(step, "div")
     guarded = trials.judge(ClampArgument(site=site, argument="other", low=1e-6))
     assert guarded.passes
     assert TOLERANCE < guarded.outcome.max_rel_err < BF16_TOLERANCE
@@ -156,7 +155,7 @@ def test_a_change_with_which_a_weight_learns_nothing_is_no_fix():
     step = make_step(TwoWays(), {"x": torch.zeros(2, 4)}, loss=lambda output, _: output.mean())
     trials = make_trials(step, numerics=True)
     verifier = Verifier(trials, guilty=(), random=False, trusts_fp32=False, meaning=Meaning(trials=trials))
-    change = Detached(site=site_of(step, "sqrt"))
+    change = Detached(site=first_site(step, "sqrt"))
     judged, checks = verifier.verify(WrittenChange(kind="advice", title="", text=""), change)
     assert not judged.passes
     assert checks[-1].text == "`deep.weight` gets no gradient any more"

@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from click.testing import CliRunner
+from commands import run
 from tiny_models import Overflowing
 from torch import nn
 
 import nandoctor.fleet.triage as fleet
-from nandoctor.cli import main
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.triage import DumpResult
 from nandoctor.fleet.triage import InterruptedTriageError, TriageOptions, find_dumps, triage
@@ -55,10 +54,10 @@ def workplace(tmp_path, monkeypatch):
     """Three dumps of one failure in two runs, and the code of their model."""
     (tmp_path / "models_of_the_test.py").write_text(MODELS)
     state = Overflowing().state_dict()
-    for run, step in (("a", 7), ("a", 12), ("b", 3)):
-        (tmp_path / "runs" / run).mkdir(parents=True, exist_ok=True)
+    for name, step in (("a", 7), ("a", 12), ("b", 3)):
+        (tmp_path / "runs" / name).mkdir(parents=True, exist_ok=True)
         dump = {"state_dict": state, "image": torch.ones(2, 4), "logit": torch.full((2, 4), torch.nan), "step": step}
-        torch.save(dump, tmp_path / "runs" / run / f"nan-{step}.pth")
+        torch.save(dump, tmp_path / "runs" / name / f"nan-{step}.pth")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -191,8 +190,8 @@ def test_an_unsigned_dump_runs_no_code_of_its_own(workers, workplace):
 
 def test_the_command_prints_a_table_or_json_lines(workers):
     arguments = ["triage", "runs", "--model", "models_of_the_test.py:Overflowing", "--no-fixes"]
-    shown = CliRunner().invoke(main, arguments)
+    shown = run(*arguments)
     assert shown.exit_code == 0
     assert shown.output.startswith("3 dumps, 1 group (0:0")
-    lines = CliRunner().invoke(main, [*arguments, "--json"])
+    lines = run(*arguments, "--json")
     assert [json.loads(line)["kind"] for line in lines.stdout.splitlines()][-2:] == ["group", "triage"]

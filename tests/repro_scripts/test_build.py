@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
+from commands import run
 from sick_models import all_cases
 from torch import nn
 
 import nandoctor
-from nandoctor.cli import main
 from nandoctor.errors import NanDoctorError
 from nandoctor.repro_scripts import build
 
@@ -80,7 +79,7 @@ def scripts(tmp_path_factory):
 @pytest.mark.parametrize("sample", ["unet_blank_tile", pytest.param("siamese_duplicate", marks=pytest.mark.slow)])
 def test_the_script_of_a_sample_fails_as_it_says(sample, tmp_path):
     script = tmp_path / "repro.py"
-    result = CliRunner().invoke(main, ["repro", f"sample_dumps/{sample}.pth", "-o", str(script)])
+    result = run("repro", f"sample_dumps/{sample}.pth", "-o", script)
     assert (result.exit_code, result.stdout) == (0, "")
     done = run_bare(str(script))
     assert (done.returncode, done.stderr) == (0, "")
@@ -139,7 +138,7 @@ def test_the_format_of_the_step_is_the_format_of_the_script(low, script_of):
 
 @pytest.mark.parametrize("sample", NOT_BY_AN_OP)
 def test_what_no_operation_makes_has_no_script(sample, in_the_project):
-    result = CliRunner().invoke(main, ["repro", f"sample_dumps/{sample}.pth"])
+    result = run("repro", f"sample_dumps/{sample}.pth")
     assert (result.exit_code, result.stdout) == (1, "")
     assert "No operation of the model makes this failure. " in " ".join(result.stderr.split())
 

@@ -4,11 +4,10 @@ import os
 
 import pytest
 import torch
-from click.testing import CliRunner
+from commands import run
 from torch import nn
 
 from nandoctor import replay
-from nandoctor.cli import main
 from nandoctor.dumps.reader import read_dump
 from nandoctor.errors import DumpError, ModelError
 from nandoctor.machine import is_out_of_memory
@@ -106,7 +105,7 @@ def test_the_end_of_memory_is_one_line_wherever_it_comes(dump, monkeypatch, erro
         with pytest.raises(DumpError, match="not enough memory to read its"):
             read_dump(dump)
     monkeypatch.setattr("nandoctor.dumps.dump.summarize", end)
-    result = CliRunner().invoke(main, ["inspect", str(dump)])
+    result = run("inspect", dump)
     assert result.exit_code == 1
     assert result.stderr.startswith("nandoctor: there is not enough memory")
     assert "Traceback" not in result.stderr

@@ -3,8 +3,7 @@
 In: a case. Out: `Outcome`, what was finite.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -48,7 +47,7 @@ def run(case: Case, *, autocast: bool) -> Outcome:
         model = model.float()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        with _precision(autocast=autocast):
+        with cuda_autocast() if autocast else nullcontext():
             output = case.call(model, batch)
             loss = (case.loss or _any_loss)(output, batch)
             # Backward belongs outside autocast; the emulation stays, for blocks that checkpointing computes again.
@@ -87,15 +86,6 @@ def float_tensors(tree: Any) -> list[Tensor]:
         tree = [getattr(tree, field.name) for field in fields(tree)]
     leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
     return [leaf for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
-
-
-@contextmanager
-def _precision(*, autocast: bool) -> Iterator[None]:
-    if not autocast:
-        yield
-        return
-    with cuda_autocast(torch.float16):
-        yield
 
 
 def _any_loss(output: Any, _batch: Batch) -> Tensor:

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from strangers.rows import Rows
-from strangers.visits import normal
+from strangers.visits import mean_square, normal
 
 rows = Rows()
 HOT = 1
@@ -96,12 +96,8 @@ def contrastive(output, label):
     return -((torch.log_softmax(output.float() @ output.float().T, 1) * alike).sum(1) / alike.sum(1)).mean()
 
 
-def square(output, _):
-    return output.float().square().mean()
-
-
 ROWS = {"x": torch.cat([normal(2, 8), 1e4 * normal(1, 8)])}
-OF_A_WEIGHT = {"name": "rows of a weight", "samples": (2,), "loss": square}
+OF_A_WEIGHT = {"name": "rows of a weight", "samples": (2,), "loss": mean_square}
 rows("precision . linear gradient-overflow", ROWS, 8, 3, **OF_A_WEIGHT)(nn.Linear)
 LABELS = {"x": normal(8, 8), "label": torch.tensor([0, 0, 1, 1, 2, 2, 3, 1])}
 rows("numerics", LABELS, lambda self, x: self.entry(x), name="a lone label", samples=(6,), loss=contrastive)(net)

@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from strangers.rows import Rows
-from strangers.visits import normal
+from strangers.visits import mean_square, normal
 
 rows = Rows()
 
@@ -107,10 +107,6 @@ class Net(nn.Module):
     def forward(self, x):
         h = self.layer(self.entry(x) * self.before)
         return h * self.after
-
-
-def mean_square(output, batch):
-    return output.float().square().mean()
 
 
 LAYERS = (InFp8, Hiding, Selective, Ragged)

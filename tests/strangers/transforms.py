@@ -6,15 +6,12 @@ from torch.func import functional_call, grad, jacrev, jvp, vmap
 from torch.nn.attention.flex_attention import flex_attention
 
 from strangers.rows import Rows
-from strangers.visits import mean, normal
+from strangers.visits import mean, mean_square, normal
 
 rows = Rows()
 BATCH = {"x": normal(4, 8)}
 DIVISION = "numerics . div division-by-zero"
-WITH_BACKWARD = {
-    "loss": lambda output, _: output.float().square().mean(),
-    "holds": lambda report: not report.bad_gradients,
-}
+WITH_BACKWARD = {"loss": mean_square, "holds": lambda report: not report.bad_gradients}
 
 
 class Layered(nn.Module):

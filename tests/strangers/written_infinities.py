@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, pad
 
 from strangers.rows import Rows
-from strangers.visits import normal
+from strangers.visits import mean_square, normal
 
 rows = Rows()
 CAUSAL = torch.ones(5, 5, dtype=torch.bool).triu(1)
@@ -64,10 +64,6 @@ class Choice(nn.Module):
 
     def forward(self, x):
         return self.hide(self.score(x))
-
-
-def mean_square(output, _):
-    return output.float().square().mean()
 
 
 def sound_gradients(report):

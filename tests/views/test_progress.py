@@ -10,7 +10,6 @@ import torch
 from rich.console import Console
 from tiny_models import Overflowing
 
-import nandoctor
 from nandoctor.views import notebook
 from nandoctor.views.progress import ReplayBar
 
@@ -61,15 +60,6 @@ def output(monkeypatch):
     return made
 
 
-@pytest.fixture
-def dump(tmp_path):
-    path = tmp_path / "nan.pth"
-    torch.manual_seed(0)
-    model = Overflowing()
-    torch.save({"state_dict": model.state_dict(), "image": torch.ones(2, 4)}, path)
-    return path, model
-
-
 def test_a_notebook_shows_the_diagnosis_above_the_search(output):
     progress = notebook.NotebookProgress()
     progress("fp32", 3, 12)
@@ -83,13 +73,13 @@ def test_a_notebook_shows_the_diagnosis_above_the_search(output):
     assert ended == {"text/plain": ""}
 
 
-def test_an_interrupt_in_a_notebook_gives_the_report_so_far(output, dump, monkeypatch):
+def test_an_interrupt_in_a_notebook_gives_the_report_so_far(output, replay, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(notebook.NotebookProgress, "searched", interrupt)
     monkeypatch.setattr(notebook.NotebookProgress, "tell", lambda *_: None)
-    case = nandoctor.replay(*dump)
-    assert case.cause is not None
-    assert any("interrupt" in note.lower() for note in case.report.search_notes)
+    report = replay(Overflowing, {"image": torch.ones(2, 4)})
+    assert report.cause is not None
+    assert any("interrupt" in note.lower() for note in report.search_notes)
     assert output.shown[-1] == {"text/plain": ""}
