@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -67,6 +67,7 @@ _REVERSED = 0.1
 """The share of a gradient, by magnitude, that may have the other sign."""
 
 
+@dataclass(frozen=True, eq=False)
 class Meaning:
     """The meaning of one step's unchanged formula; what it needs is run once, and only when it is asked for.
 
@@ -76,32 +77,21 @@ class Meaning:
     elements is NaN at once.
     """
 
-    def __init__(
-        self,
-        trials: Trials,
-        *,
-        behind: frozenset[str] = frozenset(),
-        makers: frozenset[OpSite] = frozenset(),
-        by_hand: frozenset[SourceLine | None] = frozenset(),
-        meets_infinity: bool = False,
-    ) -> None:
-        self._trials, self._behind, self._makers = trials, behind, makers
-        self._by_hand, self._meets_infinity = by_hand, meets_infinity
+    trials: Trials
+    _: KW_ONLY
+    behind: frozenset[str] = frozenset()
+    makers: frozenset[OpSite] = frozenset()
+    by_hand: frozenset[SourceLine | None] = frozenset()
+    meets_infinity: bool = False
 
     def on(self, trials: Trials) -> Meaning:
         """Return the meaning of the step on another batch."""
-        return Meaning(
-            trials,
-            behind=self._behind,
-            makers=self._makers,
-            by_hand=self._by_hand,
-            meets_infinity=self._meets_infinity,
-        )
+        return replace(self, trials=trials)
 
     @cached_property
     def smaller(self) -> tuple[float, Trials] | None:
         """An input factor with which float64 is finite, its gradients too if possible, but fp32 is not; its trials."""
-        if not self._trials.numerics or self._trials.exact().finite:
+        if not self.trials.numerics or self.trials.exact().finite:
             return None
         found, too_large = None, 1.0
         for factor in _FACTORS:
@@ -126,9 +116,9 @@ class Meaning:
 
     def _with_inputs(self, factor: float) -> Trials | None:
         """Return trials with the inputs, and all else in the batch behind the failing ops, multiplied by a factor."""
-        step = self._trials.step
-        call = scaled(step.call, step.call.used | self._behind, factor)
-        return None if call is None else self._trials.on(replace(step, call=call))
+        step = self.trials.step
+        call = scaled(step.call, step.call.used | self.behind, factor)
+        return None if call is None else self.trials.on(replace(step, call=call))
 
     @cached_property
     def directed(self) -> Result | None:
@@ -136,7 +126,7 @@ class Meaning:
 
         Past fp32's range the gradients are those of float64: their direction counts, whatever their size.
         """
-        found = self._trials.exact() if self._trials.numerics else self._trials.reference()
+        found = self.trials.exact() if self.trials.numerics else self.trials.reference()
         return found if found.ran and found.gradients and found.gradients_finite and not found.has_nan else None
 
     def is_rounding(self, name: str, error: float) -> bool:
@@ -144,7 +134,7 @@ class Meaning:
 
         The gradient in float64, or of a batch within the rounding, then points elsewhere, or is off by a share of it.
         """
-        meant, trials = self.directed, self._trials
+        meant, trials = self.directed, self.trials
         if meant is None or not trials.numerics:
             return reversed_gradient(trials.reference(), trials.exact()) is not None
         near = [run for run in self._nearby if run.gradients_finite and name in run.gradients]
@@ -165,7 +155,7 @@ class Meaning:
         NaN is where there is no limit, Inf where no neighbour has a number either; -Inf if it grows without a limit
         when the zeros that the failing ops take are moved.
         """
-        if not self._trials.numerics or self._trials.exact().finite or is_large(self._trials.step.model):
+        if not self.trials.numerics or self.trials.exact().finite or is_large(self.trials.step.model):
             return None
         sides = self._follow_all(partial(self._run_beside, direction) for direction in self._sides())
         if not sides:
@@ -182,7 +172,7 @@ class Meaning:
         """True if the unchanged step tends to a number where it gives none itself, in float64."""
         if (limit := self.limit) is None:
             return False
-        exact = self._trials.exact()
+        exact = self.trials.exact()
         pairs = [(limit.values, exact.values), (limit.gradients, exact.gradients)]
         shared = [(tends[name], itself[name]) for tends, itself in pairs for name in tends.keys() & itself.keys()]
         return any(bool((torch.isfinite(tends) & ~torch.isfinite(itself)).any()) for tends, itself in shared)
@@ -206,7 +196,7 @@ class Meaning:
 
     def _off_limit(self, change: Change) -> torch.Tensor:
         """Return how far the step with a change is off its limit in float64, where it gives no number itself."""
-        exact, made = self._trials.exact().values, self._trials.exact(change).values
+        exact, made = self.trials.exact().values, self.trials.exact(change).values
         limit = self.limit.values if self.limit is not None else {}
         names = limit.keys() & made.keys()
         places = {name: torch.isfinite(limit[name]) & ~torch.isfinite(exact[name]) for name in names}
@@ -219,9 +209,9 @@ class Meaning:
         infinity that became NaN, something is if the number that the `edit` puts shows. Where it is infinite for all of
         them, smaller inputs may show that only float64's range is too small.
         """
-        if not self._trials.numerics or not made.values:
+        if not self.trials.numerics or not made.values:
             return None
-        limit, exact = self.limit, self._trials.exact()
+        limit, exact = self.limit, self.trials.exact()
         for name in (name for name in exact.values if name in made.values):
             ours, itself = (run.values[name].double() for run in (made, exact))
             if ours.shape != itself.shape:
@@ -230,7 +220,7 @@ class Meaning:
             unknown, lacks = ~torch.isfinite(tends) & ~torch.isfinite(itself), self._lacks(name)
             if _with_other_numbers(edit) != edit:  # another form of the same puts no number anywhere
                 lacks = lacks | (torch.isneginf(tends) & ~torch.isfinite(itself))
-            if self._meets_infinity and bool(unknown.any()):
+            if self.meets_infinity and bool(unknown.any()):
                 lacks = lacks | (unknown & self._shows(edit, name))
             off = torch.where(torch.isfinite(tends), ours - tends, 0.0).abs().masked_fill(lacks, torch.inf)
             replaced = (off > TOLERANCE * _largest(tends)) & torch.isfinite(ours) & ~torch.isfinite(itself)
@@ -245,25 +235,25 @@ class Meaning:
         if not all(bool(torch.isfinite(values).all()) for values in limit.values.values()):
             return self._describe_shown(edit)
         is_open = not exact.gradients_finite
-        return _describe_gradients(self._trials.exact(change), limit.gradients, everywhere=False) if is_open else None
+        return _describe_gradients(self.trials.exact(change), limit.gradients, everywhere=False) if is_open else None
 
     def _describe_shown(self, edit: Edit) -> str | None:
         """Describe a gradient that depends on the number that an edit puts for an infinity, and for nothing else."""
         other, clamps = _with_other_numbers(edit), [it for it in flatten((edit,)) if isinstance(it, ClampArgument)]
         is_other = other != edit and not any(clamp.keeps_sign for clamp in clamps)
-        if not (self._meets_infinity and is_other) or self.smaller is not None:
+        if not (self.meets_infinity and is_other) or self.smaller is not None:
             return None
-        name, off = largest_error(*(self._trials.exact(one) for one in (edit, other))) or ("", 0.0)
+        name, off = largest_error(*(self.trials.exact(one) for one in (edit, other))) or ("", 0.0)
         return f"the gradient of `{name}` depends on the number that is put" if off > TOLERANCE else None
 
     def is_by_hand(self, edit: Edit) -> bool:
         """Return True if an edit changes nothing but what a hand-written backward computes."""
         sources = {site.source for single in flatten((edit,)) for site in single.sites}
-        return bool(sources) and self._by_hand.issuperset(sources)
+        return bool(sources) and self.by_hand.issuperset(sources)
 
     def _describe_by_hand(self, change: Change, edit: Edit) -> str | None:
         """Describe how the gradients are off float64's, of smaller inputs if need be, or that nothing shows them."""
-        exact = self._trials.exact()
+        exact = self.trials.exact()
         if self.smaller is not None and self.smaller[1].exact().finite:
             factor, trials = self.smaller
             _, off = largest_error(trials.reference(change), trials.exact()) or ("", 0.0)
@@ -271,18 +261,18 @@ class Meaning:
             return f"the gradients are {percent(off)} {at}" if off > TOLERANCE else None
         meant = {name: self._known_gradient(name) for name in exact.gradients}
         puts_numbers = _with_other_numbers(edit) != edit
-        return _describe_gradients(self._trials.exact(change), meant, everywhere=puts_numbers)
+        return _describe_gradients(self.trials.exact(change), meant, everywhere=puts_numbers)
 
     def _known_gradient(self, name: str) -> torch.Tensor:
         """Return a gradient in float64, and its limit where that is no number."""
-        own, limit = self._trials.exact().gradients[name], self.limit
+        own, limit = self.trials.exact().gradients[name], self.limit
         tends = limit.gradients.get(name, own) if limit is not None else own
         return torch.where(torch.isfinite(own), own, tends.to(own))
 
     def _place(self, name: str, values: torch.Tensor, worst: int) -> str:
         if name == "loss" or not values.dim():
             return f"the {'loss' if name == 'loss' else 'output'} is"
-        kind = "sample" if len(values) == self._trials.step.call.sample_count else "row"
+        kind = "sample" if len(values) == self.trials.step.call.sample_count else "row"
         return f"{kind} {worst // max(values[0].numel(), 1)} gets"
 
     @cached_property
@@ -295,7 +285,7 @@ class Meaning:
 
         Where no neighbour could be run, it is infinite itself.
         """
-        itself = self._trials.exact().values[name]
+        itself = self.trials.exact().values[name]
         tends = self.limit.values.get(name) if self.limit is not None else None
         is_infinite = torch.isinf(itself) if tends is None else torch.isinf(tends) & torch.isinf(itself)
         is_past_range = bool(is_infinite.any()) and self.smaller is not None
@@ -304,7 +294,7 @@ class Meaning:
 
     def _shows(self, edit: Edit, name: str) -> torch.Tensor:
         """Return where another number in the edit's place gives another value in float64, and no smaller inputs do."""
-        ours, others = (self._trials.exact(one).values.get(name) for one in (edit, _with_other_numbers(edit)))
+        ours, others = (self.trials.exact(one).values.get(name) for one in (edit, _with_other_numbers(edit)))
         if ours is None or others is None or ours.shape != others.shape or self.smaller is not None:
             return torch.zeros((), dtype=torch.bool)
         return (ours - others).abs() > TOLERANCE * _largest(ours)
@@ -323,35 +313,35 @@ class Meaning:
 
     @cached_property
     def _moved(self) -> dict[str, torch.Tensor]:
-        model = self._trials.step.model
-        known = (*model.named_parameters(), *model.named_buffers(), *self._trials.step.call.batch.items())
+        model = self.trials.step.model
+        known = (*model.named_parameters(), *model.named_buffers(), *self.trials.step.call.batch.items())
         return {name: value.detach().double() for name, value in known if self._moves(name, value)}
 
     def _moves(self, name: str, value: torch.Tensor) -> bool:
         """Return True for finite real numbers that may be behind the failure: a weight, or an array but flags."""
         is_real = is_dense(value) and value.is_floating_point() and value.numel() > 0
-        may_be_behind = name in self._behind if self._behind else name in self._trials.step.call.batch
+        may_be_behind = name in self.behind if self.behind else name in self.trials.step.call.batch
         is_measured = isinstance(value, nn.Parameter) or (is_real and not is_flags(value))
         return may_be_behind and is_real and is_measured and bool(torch.isfinite(value).all())
 
     def _run_beside(self, direction: Tensors, size: float) -> Result:
-        step, call = self._trials.step, self._trials.step.call
+        step, call = self.trials.step, self.trials.step.call
         shifts = {name: size * shift for name, shift in direction.items()}
         moved = {name: call.batch[name].double() + shifts[name] for name in shifts.keys() & call.batch}
         beside = Call(batch={**call.batch, **moved}, used=call.used, forward=partial(_forward_beside, step, shifts))
-        return self._trials.on(replace(step, call=beside)).exact()
+        return self.trials.on(replace(step, call=beside)).exact()
 
     def _run_off_zero(self, sign: float, size: float) -> Result:
-        return self._trials.exact(*(_MoveZeros(site=site, by=sign * size) for site in self._makers))
+        return self.trials.exact(*(_MoveZeros(site=site, by=sign * size) for site in self.makers))
 
     def _off_zero(self) -> Iterator[Callable[[float], Result]]:
         """Yield runs in which the zeros that the failing ops take are moved, where they are made."""
-        for sign in (1.0, -1.0) if self._makers else ():
+        for sign in (1.0, -1.0) if self.makers else ():
             yield partial(self._run_off_zero, sign)
 
     def _open(self, values: Tensors) -> Tensors:
         """Return where the step is NaN and every neighbour is too; nothing if it is so nowhere."""
-        exact = self._trials.exact().values
+        exact = self.trials.exact().values
         found = {name: torch.isinf(value) & torch.isnan(exact[name]) for name, value in values.items()}
         return found if any(bool(places.any()) for places in found.values()) else {}
 
@@ -365,7 +355,7 @@ class Meaning:
             runs.append(run(size))
             if not runs[-1].ran:
                 return None
-        names = _common([self._trials.exact(), *runs], "values")
+        names = _common([self.trials.exact(), *runs], "values")
         values = {name: _extrapolate([run.values[name] for run in runs]) for name in names}
         gradients = {name: _extrapolate([run.gradients[name] for run in runs]) for name in _common(runs, "gradients")}
         return Result(values=values, gradients=gradients, ran=True)
