@@ -34,6 +34,18 @@ def test_a_gradient_that_a_later_op_removes_is_no_origin(replay, model, blamed):
     assert sorted([report.origin.op, *(other.origin.op for other in report.also)]) == sorted(blamed)
 
 
+class Parts(Gated):
+    """The same expression is at its singular point in each pass."""
+
+    def forward(self, x):
+        return sum(torch.sqrt(part) for part in (self.weight * x).unbind(1))
+
+
+def test_the_same_line_in_a_loop_is_told_once(replay):
+    report = replay(Parts, {"x": torch.zeros(2, 3)}, loss=lambda made, _: made.mean(), fixes=False)
+    assert (report.origin.op, report.origin.phase, report.also) == ("sqrt", "backward", ())
+
+
 class Recurrent(nn.Module):
     """Autocast casts the weight once for all steps, and autograd adds the gradients of that cast in fp16."""
 
