@@ -92,6 +92,7 @@ def in_function(function, samples):
     line="return half / root",
     holds=in_function("Root", (1,)),
     loss=mean,
+    fix="none",
 )
 @rows(
     "numerics middle exp exp-overflow",
@@ -101,6 +102,7 @@ def in_function(function, samples):
     line="slope = (-x.clamp_min(1e-6).log() * 80).exp()",
     holds=in_function("Log", (0,)),
     loss=mean,
+    fix="none",
 )
 @rows("healthy", PLAIN, Root, 3.0, loss=mean)
 @rows("healthy", PLAIN, Log, 3.0, loss=mean)
