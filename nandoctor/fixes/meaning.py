@@ -465,7 +465,7 @@ def reversed_gradient(made: Result, meant: Result) -> str | None:
     """Return the parameter whose gradient mostly points the other way than it should, or None."""
     worst, most = None, _REVERSED
     sizes = [{name: largest_of(gradient) for name, gradient in run.gradients.items()} for run in (made, meant)]
-    for name in made.gradients.keys() & meant.gradients:
+    for name in sorted(made.gradients.keys() & meant.gradients):
         # That of a bias before a softmax is 0 but for rounding.
         is_noise = any(size[name] <= _LEAST * max(size.values()) for size in sizes)
         same_shape = made.gradients[name].shape == meant.gradients[name].shape
@@ -530,7 +530,7 @@ def _describe_at(place: int, values: tuple[torch.Tensor, ...]) -> str:
 
 def _describe_gradients(made: Result, meant: Tensors, *, everywhere: bool) -> str | None:
     """Describe gradients that differ from the `meant` ones where these are numbers; `everywhere`: all have to be."""
-    for name in made.gradients.keys() & meant:
+    for name in sorted(made.gradients.keys() & meant):
         theirs = meant[name].double()
         known = torch.isfinite(theirs)
         if everywhere and not bool(known.all()):
