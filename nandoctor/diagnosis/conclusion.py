@@ -432,9 +432,8 @@ def _from_sources(found_trace: NonfiniteTrace, trace: Trace) -> Iterator[_Found]
         absurd = absurd_weights(finding, trace)
         yield from ((source.op.order, diagnosis, None) for diagnosis in absurd)
         if not absurd:
-            is_derivative = finding.op.forward is not None
-            made = as_gradient(finding, _selection_of(finding.op, trace)) if is_derivative else finding
-            cause = find_cause("backward" if is_derivative else "forward", made)
+            made = finding if finding.op.forward is None else as_gradient(finding, _selection_of(finding.op, trace))
+            cause = find_cause("forward" if made is finding else "backward", made)
             yield source.op.order, *diagnose_op(made, cause, trace)
 
 
@@ -452,7 +451,7 @@ def _selection_of(op: OpCall, trace: Trace) -> OpCall | None:
     return removal if selects else None
 
 
-def as_gradient(finding: Finding, discarded_by: OpCall | None, excess_scale: float | None = None) -> GradientFinding:
+def as_gradient(finding: Finding, removal: OpCall | None, excess_scale: float | None = None) -> GradientFinding:
     """Return the finding of an op that computes a derivative: in the backward pass, or in the forward or the loss."""
     forward = finding.op.forward
     return GradientFinding(
@@ -462,7 +461,7 @@ def as_gradient(finding: Finding, discarded_by: OpCall | None, excess_scale: flo
         reference=finding.reference,
         forward=None if forward is None else finding.ops[forward],
         excess_scale=excess_scale,
-        discarded_by=discarded_by,
+        discarded_by=removal,
     )
 
 

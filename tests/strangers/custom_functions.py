@@ -102,7 +102,6 @@ def in_function(function, samples):
     line="slope = (-x.clamp_min(1e-6).log() * 80).exp()",
     holds=in_function("Log", (0,)),
     loss=mean,
-    fix="none",
 )
 @rows("healthy", PLAIN, Root, 3.0, loss=mean)
 @rows("healthy", PLAIN, Log, 3.0, loss=mean)
