@@ -244,7 +244,6 @@ _MOST_ASKED = 4
 _Found = tuple[int, Diagnosis, Suspect | None]
 """The order of the op that made or took the value, its diagnosis, and the suspect if there is one."""
 
-
 FailsWithout = Callable[[Trace, Sequence[OpSite]], bool]
 """Takes a failing run and ops; returns True if the step fails in the same way when what they make is finite."""
 
