@@ -57,7 +57,7 @@ def _conclude_run(trace: Trace, reference: Trace, low: FloatFormat, excess_scale
     return Conclusion(
         # Several backward ops may meet what one forward op made.
         diagnoses=told_once(diagnosis for diagnosis, _ in found) or _first_taker(trace),
-        suspects=tuple(blamed for _, blamed in found if blamed is not None),
+        suspects=tuple(dict.fromkeys(blamed for _, blamed in found if blamed is not None)),
     )
 
 
