@@ -34,14 +34,14 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_358, "tests": 30_000, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_353, "tests": 30_000, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_945,
     "autocast": 790,
     "capture": 2_495,
     "causes": 2_697,
-    "changes": 3_147,
+    "changes": 3_142,
     "cli": 850,
     "diagnosis": 1_934,
     "dumps": 3_103,
