@@ -81,9 +81,9 @@ def verify_dump(
     found = replay_dump(query.dump, model, query.settings, progress=progress)
     if _fails_by_running_statistics(found.report) and _guessed_mode(query):
         trained = replay_dump(query.dump, model, replace(query.settings, mode="train"), progress=progress)
-        if trained.report.verdict in _PASSES:
+        if trained.report.verdict in _PASSES and trained.step is not None:
             query = replace(query, other_mode_differs=True)
-            found = trained if _code_of(trained, query).changed else found
+            found = trained if find_changes(query, trained.step).changed else found
     verification = _conclude(found, query)
     return verification, _add_outcome(found.report, verification)
 
@@ -136,7 +136,7 @@ def _conclude(found: Diagnosed, query: Query) -> Verification:
     )
     if step is None:
         return _cannot_tell(blank, ["The file holds no batch, so there is no step to run."])
-    blank = replace(blank, code=_code_of(found, query), run=mode_text(step.randomness.seed, step.mode.training))
+    blank = replace(blank, code=find_changes(query, step), run=mode_text(step.randomness.seed, step.mode.training))
     if report.verdict == "cannot-tell":
         return _cannot_tell(blank, [report.headline], report.next_steps)
     if report.verdict not in _PASSES and not (report.verdict == "loss-scale" and step.mode.is_first_scale):
@@ -155,11 +155,6 @@ def _conclude(found: Diagnosed, query: Query) -> Verification:
     if failure is None:
         return replace(measured, outcome="passes", headline="the step passes, and the file does not say that it failed")
     return replace(measured, outcome="fixed", headline="the step that failed passes now")
-
-
-def _code_of(found: Diagnosed, query: Query) -> CodeState:
-    assert found.step is not None
-    return find_changes(query.dump, found.step, query.settings, changed=query.changed)
 
 
 def _fails(blank: Verification, report: Report, query: Query) -> Verification:
@@ -285,8 +280,9 @@ Changed = bool | Sequence[Path]
 """Files that the user says were changed; True for files that are not named."""
 
 
-def find_changes(dump: Dump, step: FailingStep, settings: Settings, *, changed: Changed = ()) -> CodeState:
+def find_changes(query: Query, step: FailingStep) -> CodeState:
     """Compare the step's code with the training's, and add what the user says about it."""
+    dump, settings, changed = query.dump, query.settings, query.changed
     of_model = _files_of(step.model)
     helpers = {path.resolve() for path in step.project.files(step.model)} - _named_by_user(settings)
     told = () if isinstance(changed, bool) else changed

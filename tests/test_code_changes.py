@@ -10,7 +10,7 @@ from nandoctor import verification
 from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.source_files import SourceHash, hash_of
 from nandoctor.step.settings import Settings
-from nandoctor.verification import find_changes
+from nandoctor.verification import Query, find_changes
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def changes(hashes, folder):
     sources = {name: SourceHash(sha256=sha256) for name, sha256 in hashes.items()}
     dump = SimpleNamespace(path=folder / "dump.pth", recorded=Recorded(sources=sources))
     step = SimpleNamespace(model=nn.Linear(2, 2), project=SimpleNamespace(files=lambda _: set()))
-    return find_changes(dump, step, Settings())
+    return find_changes(Query(dump=dump, settings=Settings()), step)
 
 
 def test_names_beyond_the_bound_make_no_file_a_new_one(project, monkeypatch):

@@ -268,8 +268,7 @@ def is_written(op: OpCall, name: str, ops: Sequence[OpCall]) -> bool:
     A tensor that was computed, is a weight or comes from the batch is not.
     """
     tensor = op.find_input(name)
-    while tensor is not None and tensor.producer is not None:
-        maker = ops[tensor.producer]
+    while (maker := maker_of(tensor, ops)) is not None:
         if maker.op not in MOVES | CASTS | FILLS | UNFILLED:
             return False
         tensor = next(iter(maker.inputs), None)
@@ -278,9 +277,10 @@ def is_written(op: OpCall, name: str, ops: Sequence[OpCall]) -> bool:
 
 def is_log_of_mask(op: OpCall, ops: Sequence[OpCall]) -> bool:
     """Return True for the logarithm of a mask of zeros and ones that was cast from a non-floating-point tensor."""
-    if op.op != "log" or not op.inputs or op.inputs[0].producer is None or op.analysis is None:
+    cast = maker_of(next(iter(op.inputs), None), ops) if op.op == "log" else None
+    if cast is None or op.analysis is None:
         return False
-    mask, cast = op.analysis.operands[0], ops[op.inputs[0].producer]
+    mask = op.analysis.operands[0]
     is_indicator = mask.min == 0 and mask.max == 1 and mask.counts.smallest == 1
     return is_indicator and cast.op in CASTS and all(tensor.stats is None for tensor in cast.inputs)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from nandoctor.causes.base import Finding
 from nandoctor.changes.expression import operands
 from nandoctor.changes.places import maker_of
+from nandoctor.changes.source_tree import name_called
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import OpCall, TensorStats
@@ -84,6 +85,7 @@ def place_of_operand(op: str, name: str, *, alone: bool) -> str:
 def _arguments(statement: ast.stmt, op: str, *, alone: bool) -> dict[str, ast.expr]:
     """Return the arguments of an operator, cast or function call by schema name; empty if they are not clear."""
     node = statement.value if isinstance(statement, ast.Expr) else statement
+    name = name_called(node).rstrip("_")  # without the underscore of an in-place one
     if isinstance(node, ast.AugAssign) and op == _OPERATORS.get(type(node.op)):
         return {"self": node.target, "other": node.value, "exponent": node.value}
     if isinstance(node, ast.BinOp):
@@ -92,16 +94,10 @@ def _arguments(statement: ast.stmt, op: str, *, alone: bool) -> dict[str, ast.ex
         first, second = operands(node, op)
         return {"self": first, "other": second, "exponent": second}
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and op in CASTS:
-        return {"self": node.func.value} if _callee(node) in _CAST_METHODS else {}
-    if isinstance(node, ast.Call) and _callee(node) == op:
+        return {"self": node.func.value} if name in _CAST_METHODS else {}
+    if isinstance(node, ast.Call) and name == op:
         return _call_operands(node, 1 if alone else 2 if op in _BINARY else 0)
     return {}
-
-
-def _callee(node: ast.Call) -> str:
-    """Return the name of the function or method, without the underscore of an in-place one."""
-    name = getattr(node.func, "attr", None) or getattr(node.func, "id", "")
-    return str(name).rstrip("_")
 
 
 def _call_operands(node: ast.Call, num_operands: int) -> dict[str, ast.expr]:

@@ -132,8 +132,8 @@ class ClampArgument(SingleEdit):
         is_written = self.argument == "self" and name_called(expression.node).endswith("_")  # not to a copy of it
         if not isinstance(target, ast.expr) or is_written:
             raise CannotWriteError
-        taken = source.probed(self, expression.editor.code(target))
-        if source.probe is not None and source.probe.alone:
+        taken = source.moved(self, expression.editor.code(target))
+        if source.only_moves:
             expression.editor.replace(target, taken)
         elif self.keeps_sign and self.low is not None:
             self._write_off_zero(expression, target, taken)

@@ -6,14 +6,13 @@ import ast
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
 from functools import cached_property
-from itertools import chain, takewhile
+from itertools import chain
 
 from nandoctor.changes.editor import Editor
-from nandoctor.changes.source_tree import COMPREHENSIONS, FUNCTIONS, CannotWriteError, grouped, name_called
+from nandoctor.changes.source_tree import COMPREHENSIONS, CannotWriteError, grouped, name_called
 from nandoctor.evidence.trace import OpCall
 
 _LOOPS = (ast.For, ast.AsyncFor, ast.While, *COMPREHENSIONS)
-_RUN_LATER = (ast.Lambda, *FUNCTIONS)
 _SEVERAL = (ast.Tuple, ast.List, ast.Starred)
 _SAME_MEMORY = ("data", "T", "mT")
 
@@ -69,8 +68,6 @@ class Definitions:
 
     def value_of(self, name: ast.Name) -> ast.expr | None:
         """Return the expression that a name stands for where it is read, None if that depends on the path taken."""
-        if self._is_run_later(name):
-            return None
         before = [(end, node) for end, node in self._bound.get(name.id, ()) if end <= self._tree.span(name)[0]]
         node = before[-1][1] if before else None
         if not isinstance(node, ast.Assign) or len(node.targets) != 1 or not _name_of(node):
@@ -107,11 +104,6 @@ class Definitions:
                     raise CannotWriteError
                 texts[name] = grouped(self.text_at(value, place))
         return self._editor.code(node, texts)
-
-    def _is_run_later(self, node: ast.AST) -> bool:
-        """Return True if a node is in a nested function, whose names are looked up when that is called."""
-        inside = takewhile(lambda parent: parent is not self._function, self._tree.ancestors(node))
-        return any(isinstance(parent, _RUN_LATER) for parent in inside)
 
     def _loops_around(self, node: ast.AST, other: ast.AST) -> list[tuple[int, int]]:
         """Return the start and end of each loop that is around a node but not around the other."""

@@ -11,7 +11,7 @@ from functools import cached_property
 from types import MappingProxyType
 
 from nandoctor.changes.editor import Editor, Texts
-from nandoctor.changes.source_tree import CannotWriteError, SourceTree, name_called
+from nandoctor.changes.source_tree import CannotWriteError, name_called
 from nandoctor.evidence.trace import OpCall
 from nandoctor.ops import PRODUCTS
 
@@ -32,11 +32,6 @@ class Expression:
     def __init__(self, editor: Editor, node: ast.AST, op: OpCall | None, op_name: str = "") -> None:
         self.editor, self.node, self.op = editor, node, op
         self.op_name = op_name or (op.op if op is not None else "")
-
-    @property
-    def tree(self) -> SourceTree:
-        """The file that the expression is in."""
-        return self.editor.tree
 
     @property
     def _owner(self) -> ast.expr | None:
@@ -66,15 +61,15 @@ class Expression:
         """Return True if the torch module that ran the op is called: `self.norm(x)`, not `x.norm()` in a "norm"."""
         if not isinstance(self.node, ast.Call) or self.op is None or self._is_namespace(self.node.func):
             return False
-        path, kind = self.tree.code(self.node.func).partition(".")[2], self.op.place.type
+        path, kind = self.editor.tree.code(self.node.func).partition(".")[2], self.op.place.type
         is_within = bool(path) and f".{path}." in f".{self.op.place.module}."
-        classes = (item.name for item in self.tree.ancestors(self.node) if isinstance(item, ast.ClassDef))
+        classes = (item.name for item in self.editor.tree.ancestors(self.node) if isinstance(item, ast.ClassDef))
         return is_within and self.editor.library.has_module(kind) and next(classes, "") != kind
 
     def _is_namespace(self, node: ast.expr) -> bool:
         while isinstance(node, ast.Attribute):
             node = node.value
-        return isinstance(node, ast.Name) and node.id in self.tree.imported_names
+        return isinstance(node, ast.Name) and node.id in self.editor.tree.imported_names
 
     def argument_node(self, name: str) -> ast.expr:
         """Return the argument of this name in the op's schema."""
@@ -164,7 +159,7 @@ class Expression:
                 self.editor.replace(function, self.editor.code(function).removesuffix(function.attr) + "float")
                 return
             for argument in (*self.node.args, *(item.value for item in self.node.keywords)):
-                if self.tree.code(argument).rpartition(".")[2] in _LOW_NAMES:
+                if self.editor.tree.code(argument).rpartition(".")[2] in _LOW_NAMES:
                     self.editor.replace(argument, "torch.float32")
                     return
         raise CannotWriteError

@@ -77,8 +77,8 @@ class GuardArgument(SingleEdit):
         argument = expression.argument_node(self.argument)
         if name_called(expression.node).endswith("_"):  # torch.where would make another tensor than the op writes to
             raise CannotWriteError
-        text = source.probed(self, expression.editor.code(argument))
-        if source.probe is not None and source.probe.alone:
+        text = source.moved(self, expression.editor.code(argument))
+        if source.only_moves:
             expression.editor.replace(argument, text)
             return
         first, again, before = expression.editor.named(expression.node, text, "guarded")

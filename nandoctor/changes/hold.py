@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from nandoctor.changes.places import in_place
+from nandoctor.changes.places import dims_of, in_place
 from nandoctor.changes.running_op import RunningOp
 from nandoctor.changes.source_tree import CannotWriteError, as_part
 from nandoctor.changes.source_writer import SourceWriter
 from nandoctor.evidence.edits import OpSite, SingleEdit, kind_of_change
-from nandoctor.evidence.trace import OpCall
 
 
 @kind_of_change
@@ -50,27 +49,15 @@ class HoldAtZero(SingleEdit):
         first, again, before = editor.named(node, editor.code(argument), "given")
         if first != again or expression.op is None:  # the mask needs a statement of its own
             raise CannotWriteError
-        dims, is_reduced = _dims_of(expression.op), _is_reduced(expression.op)
-        mask = f"{as_part(first)} == 0"
-        if dims is not None:
+        taken, made_shape = expression.op.inputs[0].stats, expression.op.outputs[0].shape
+        shape = taken.shape if taken is not None else made_shape
+        dims, mask = dims_of(expression.op), f"{as_part(first)} == 0"
+        if shape != made_shape:
             mask = f"({mask}).all({f'{dims}, keepdim=True' if dims else ''})"
         zero, name, statement = editor.named(node, mask, "zero")
         if zero != name:
             raise CannotWriteError
         kept = f"{as_part(editor.code(node, {argument: first}))}.detach()"
         made = editor.code(node, {argument: f"torch.where({zero}, 1.0, {first})"})
-        chosen = f"{zero}.squeeze({dims})" if dims and is_reduced else zero
+        chosen = f"{zero}.squeeze({dims})" if dims and len(shape) > len(made_shape) else zero
         editor.replace(node, f"torch.where({chosen}, {kept}, {made})", (*before, *statement))
-
-
-def _dims_of(op: OpCall) -> str | None:
-    """Return the dimensions that an op reduces, as the run took them; "" for all, None if it reduces none."""
-    if op.inputs[0].stats is None or op.inputs[0].stats.shape == op.outputs[0].shape:
-        return None
-    dims = [f"{number:g}" for name, number in op.scalars if name.partition("[")[0] == "dim"]
-    return f"({', '.join(dims)})" if len(dims) > 1 else "".join(dims)
-
-
-def _is_reduced(op: OpCall) -> bool:
-    """Return True if the dimensions that an op reduces are gone from its result."""
-    return op.inputs[0].stats is not None and len(op.inputs[0].stats.shape) > len(op.outputs[0].shape)

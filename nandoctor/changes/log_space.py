@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from nandoctor.changes.definitions import Definitions
 from nandoctor.changes.expression import Expression
-from nandoctor.changes.places import in_place, place_of
+from nandoctor.changes.places import dims_of, in_place, place_of
 from nandoctor.changes.source_tree import CannotWriteError, grouped
 from nandoctor.changes.source_writer import SourceWriter
 from nandoctor.changes.stable_logs import LogSpace
@@ -75,7 +75,7 @@ def subtract_largest(expression: Expression, ops: Sequence[OpCall]) -> None:
     orders = {order for degrees, _ in followed for order in degrees}
     has_eps = any(op.order in orders and op.op == "add" and dict(op.scalars).get("other") for op in ops)
     sums = [made for _, sums_of_op in followed for made in sums_of_op]
-    dims = {_dims_of(op) for op in sums}
+    dims = {dims_of(op) for op in sums}
     along = f"{dims.pop()}, keepdim=True" if len(dims) == 1 and "" not in dims else ""
     exponent = expression.argument_node("self")
     first, again, before = expression.editor.named(exponent, expression.editor.code(exponent), "logits")
@@ -168,9 +168,3 @@ def _degree_of(op: OpCall, taken: dict[str, int], *, is_sum: bool) -> int:
     if not is_alike or op.op not in MOVES | CASTS | _ADDS:
         raise CannotWriteError
     return next(iter(taken.values()))
-
-
-def _dims_of(op: OpCall) -> str:
-    """Return the dimensions of a sum as code; "" if those are all."""
-    dims = [f"{value:g}" for name, value in op.scalars if name.partition("[")[0] == "dim"]
-    return dims[0] if len(dims) == 1 else f"({', '.join(dims)})" if dims else ""

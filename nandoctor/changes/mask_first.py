@@ -67,7 +67,7 @@ class MaskFirst(SingleEdit):
             editor.replace(argument, f"{editor.operand(argument)}.{self.mask.op}({', '.join(texts)})")
             return
         mask = definitions.text_at(self._mask_in(later), expression.node)
-        if expression.tree.code(expression.node) in mask:  # what is masked shows where
+        if editor.tree.code(expression.node) in mask:  # what is masked shows where
             raise CannotWriteError
         condition = f"{grouped(mask)} != 0" if self.mask.op == "mul" else mask
         kept, safe = editor.code(argument), self.safe

@@ -34,6 +34,12 @@ def in_place(site: OpSite) -> str:
     return f" in {place_of(site)}" if site.source else ""
 
 
+def dims_of(op: OpCall) -> str:
+    """Return the dimensions that an op works along as code, as the run took them; "" if those are all."""
+    dims = [f"{value:g}" for name, value in op.scalars if name.partition("[")[0] == "dim"]
+    return f"({', '.join(dims)})" if len(dims) > 1 else "".join(dims)
+
+
 def singular_inputs(op: OpCall) -> tuple[OpTensor, ...]:
     """Return the inputs for which the op, or its derivative, is infinite at some value."""
     names = SINGULAR_INPUTS.get(op.op, ())

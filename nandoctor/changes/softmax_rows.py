@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 from nandoctor.changes.expression import Expression
+from nandoctor.changes.places import dims_of
 from nandoctor.changes.running_op import RunningOp
 from nandoctor.changes.source_tree import CannotWriteError, grouped
 from nandoctor.changes.source_writer import SourceWriter
@@ -65,7 +66,7 @@ def _dim_of(expression: Expression) -> str:
     try:
         return expression.argument("dim")
     except CannotWriteError:
-        taken = dict(expression.op.scalars).get("dim") if expression.op is not None else None
-        if taken is None:
+        taken = dims_of(expression.op) if expression.op is not None else ""
+        if not taken:
             raise
-        return f"{taken:g}"
+        return taken

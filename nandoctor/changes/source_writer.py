@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from nandoctor.changes.editor import Editor, Library
 from nandoctor.changes.expression import Expression
@@ -32,12 +32,23 @@ class Probed:
     unchanged: SourcePatch
 
 
+Move = Callable[[SingleEdit, str], str]
+"""Returns the text of an edit's argument, with its values moved to where another batch may have them."""
+_PROBED = "_probed"
+_LEAST_ABOVE = 4.0
+
+
+def _as_it_is(_: SingleEdit, text: str) -> str:
+    return text
+
+
 class SourceWriter:
     """A writer of the changes of one step; `ops` are those of its trace, which tell arguments from constants.
 
     Those of the forward and the loss are traced apart from those `inside` of hand-written backwards.
     `names_in` maps the file name of code without a file to the modules and classes that it has from elsewhere.
-    `places` are the expressions that the last written patch changes, by edit; `edits` and `probe` are what it writes.
+    `places` are the expressions that the last written patch changes, by edit. It has the arguments as `moved` returns
+    them; with `only_moves` it leaves out the changes.
     """
 
     def __init__(
@@ -51,16 +62,18 @@ class SourceWriter:
         self.ops, self._library, self._names_in = ops, library, names_in
         self._forward, self._inside = ops, inside
         self.places: dict[SingleEdit, set[ast.AST]] = {}
-        self.edits: Sequence[SingleEdit] = ()
-        self.probe: Probe | None = None
+        self.moved: Move = _as_it_is
+        self.only_moves = False
         self._files: dict[str, Editor] = {}
 
-    def write(self, edits: Sequence[SingleEdit], probe: Probe | None = None) -> SourcePatch | None:
+    def write(
+        self, edits: Sequence[SingleEdit], move: Move = _as_it_is, *, only_moves: bool = False
+    ) -> SourcePatch | None:
         """Return the patch that makes all `edits`, None if one of them cannot be written.
 
-        A `probe` first moves the bounded arguments to values that another batch may have.
+        It first moves the bounded arguments, as `move` says.
         """
-        self.places, self._files, self.edits, self.probe = {}, {}, edits, probe
+        self.places, self._files, self.moved, self.only_moves = {}, {}, move, only_moves
         try:
             self.ops = self._ops_at(edits)
             for edit in self._inner_first(edits):
@@ -74,25 +87,12 @@ class SourceWriter:
         root = _root_of(with_file) if with_file else ""
         return SourcePatch(root=root, files=files) if files and len(with_file) in (0, len(files)) else None
 
-    def at_edge(self, edits: Sequence[SingleEdit]) -> Probed | None:
-        """Return the patches with arguments on or beyond a domain's edge moved onto it; None if it has no such edge."""
-        return self._probe(edits, [edit for edit in edits if edit.edges], "edge")
-
-    def past_bound(self, edits: Sequence[SingleEdit]) -> Probed | None:
-        """Return the patches with all exponents between their bound and the largest; None if none is bounded."""
-        return self._probe(edits, [edit for edit in edits if edit.bound is not None], "bound")
-
-    def _probe(self, edits: Sequence[SingleEdit], probed: Sequence[SingleEdit], to: Where) -> Probed | None:
-        changed = self.write(edits, Probe(to=to)) if probed else None
-        unchanged = self.write(probed, Probe(to=to, alone=True)) if probed else None
+    def probe(self, edits: Sequence[SingleEdit], move: Move) -> Probed | None:
+        """Return the patches that move arguments, with the changes and without them; None if nothing is moved."""
+        moved = [edit for edit in edits if move(edit, _PROBED) != _PROBED]
+        changed = self.write(edits, move) if moved else None
+        unchanged = self.write(moved, move, only_moves=True) if moved else None
         return Probed(changed=changed, unchanged=unchanged) if changed and unchanged else None
-
-    def probed(self, edit: SingleEdit, text: str) -> str:
-        """Return the text of an edit's argument, moved to an edge or past the bound if that is probed."""
-        to = self.probe.to if self.probe is not None else None
-        if to == "edge" and edit.edges:
-            return text_at_edges(text, edit.sites[0].op, edit.edges)
-        return text_past_bound(text, edit.bound) if to == "bound" and edit.bound is not None else text
 
     def _ops_at(self, edits: Sequence[SingleEdit]) -> Sequence[OpCall]:
         """Return the ops that were traced together with those that the edits change."""
@@ -175,20 +175,6 @@ def _root_of(paths: Sequence[str]) -> str:
     return os.path.commonpath([str(Path(path).parent) for path in paths])
 
 
-Where = Literal["edge", "bound"]
-"""On the edge of a function's domain, or past the bound of an exponent."""
-_PROBED = "_probed"
-_LEAST_ABOVE = 4.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
-    """Where a text moves the arguments that it changes; with `alone`, it moves them and leaves out the change."""
-
-    to: Where
-    alone: bool = False
-
-
 def edges_kept_off(op: str, argument: str, low: float | None, high: float | None) -> tuple[float, ...]:
     """Return the finite edges of an op's domain that a `low` or `high` for its argument keeps off."""
     domain = DOMAINS.get(op)
@@ -198,27 +184,31 @@ def edges_kept_off(op: str, argument: str, low: float | None, high: float | None
     return tuple(edge for edge, kept in ends if kept is not None and math.isfinite(edge))
 
 
-def text_at_edges(text: str, op: str, edges: Sequence[float]) -> str:
+def to_edges(edit: SingleEdit, text: str) -> str:
     """Return an argument's text with values on or beyond an edge moved exactly onto it, with their gradients kept.
 
-    The value nearest to the edge is moved in any case, so that the edge is reached wherever the text runs.
+    The value nearest to the edge is moved in any case, so that the edge is reached wherever the text runs. If the edit
+    keeps off no edge, the text stays.
     """
-    made = _PROBED
-    for place, edge in enumerate(edges, 1):
-        value = f"({_PROBED} := {text})" if place == len(edges) else _PROBED  # the outermost condition runs first
-        is_low = edge == DOMAINS[op].low
+    made = _PROBED if edit.edges else text
+    for place, edge in enumerate(edit.edges, 1):
+        value = f"({_PROBED} := {text})" if place == len(edit.edges) else _PROBED  # the outermost condition runs first
+        is_low = edge == DOMAINS[edit.sites[0].op].low
         sign, far, nearest, end = ("<=", "torch.inf", "amin", "min") if is_low else (">=", "-torch.inf", "amax", "max")
         limit = f"{_PROBED}.detach().nan_to_num({far}).{nearest}().clamp({end}={edge})"
         made = f"torch.where({value} {sign} {limit}, {_PROBED} - {_PROBED}.detach() + {edge}, {made})"
     return made
 
 
-def text_past_bound(text: str, bound: float) -> str:
+def past_bound(edit: SingleEdit, text: str) -> str:
     """Return an exponent's text with all values moved past the bound, up to the largest one, in the same order.
 
-    So are those of calls that stay below the bound in this batch: the next batch's may not.
+    So are those of calls that stay below the bound in this batch: the next batch's may not. Without a bound the text
+    stays.
     """
-    above = f"({_PROBED}.amax() - {bound}).clamp(min={_LEAST_ABOVE})"
+    if edit.bound is None:
+        return text
+    above = f"({_PROBED}.amax() - {edit.bound}).clamp(min={_LEAST_ABOVE})"
     least = f"{_PROBED}.nan_to_num(torch.nan, neginf=torch.inf).amin()"  # a mask's -inf stays as it is
     share = f"(({_PROBED} := {text}) - {least}) / ({_PROBED}.amax() - {least}).clamp(min=1e-9)"
-    return f"{bound} + (0.1 + 0.9 * {share}) * {above}"
+    return f"{edit.bound} + (0.1 + 0.9 * {share}) * {above}"

@@ -19,7 +19,7 @@ from functools import cached_property, partial
 from nandoctor.changes.definitions import Definitions
 from nandoctor.changes.editor import HAS_EFFECTS, Editor
 from nandoctor.changes.expression import Expression, number_in, operands, root_of
-from nandoctor.changes.places import ancestors, maker_of
+from nandoctor.changes.places import ancestors, dims_of, maker_of
 from nandoctor.changes.source_tree import (
     CannotWriteError,
     as_part,
@@ -241,7 +241,7 @@ class LogSpace:
         logit, dims = self._leaf(expression.argument_node("self")), expression.texts_after_first()
         if not dims:  # an nn.Softmax has its own dim
             assert expression.op is not None
-            dims = [f"dim={value:g}" for key, value in expression.op.scalars if key == "dim"]
+            dims = [f"dim={dims_of(expression.op)}"]
         return _Log(text=f"torch.log_softmax({', '.join([logit.text, *dims])})")
 
     def _filled(self, form: str, expression: Expression, *, is_partial: bool = False) -> _Log:

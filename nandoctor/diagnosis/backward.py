@@ -12,11 +12,13 @@ from nandoctor.diagnosis.conclusion import (
     Conclusion,
     Suspect,
     absurd_weights,
+    as_gradient,
     broken_state,
     diagnose_op,
     origin_at,
     origin_taken,
     suspect,
+    told_once,
 )
 from nandoctor.diagnosis.origin import BackwardOps, by_forward, find_at, find_removal, trace_back
 from nandoctor.evidence.formats import FP32, FloatFormat
@@ -44,26 +46,18 @@ def conclude_backward(
 
 
 def _conclude_run(trace: Trace, reference: Trace, low: FloatFormat, excess_scale: float | None) -> Conclusion:
-    found: dict[object, tuple[Diagnosis, Suspect | None]] = {}
+    found: list[tuple[Diagnosis, Suspect | None]] = []
     made = [op for op in trace.backward if op.analysis is not None]
     of_forward = by_forward(trace.backward)
-    for op in [op for op in made if not _is_removed(op, trace.ops, of_forward)] or made:
-        removal, selects = find_removal(op, trace.ops, of_forward)
-        finding = GradientFinding(
-            op=op,
-            ops=trace.ops,
-            low=low,
-            reference=reference,
-            forward=None if op.forward is None else trace.ops[op.forward],
-            excess_scale=excess_scale,
-            discarded_by=removal if selects else None,
-        )
-        diagnosis, blamed = _diagnose(finding, trace, is_absorbed=removal is not None)
-        origin = diagnosis.origin  # several backward ops may meet what one forward op made
-        found.setdefault((origin.place, origin.op, origin.nth, origin.source), (diagnosis, blamed))
+    passed_on = [op for op in made if not _is_removed(op, trace.ops, of_forward)] or made
+    for taken in find_at(passed_on, trace.ops, reference, low):
+        removal, selects = find_removal(taken.op, trace.ops, of_forward)
+        finding = as_gradient(taken, removal if selects else None, excess_scale)
+        found.append(_diagnose(finding, trace, is_absorbed=removal is not None))
     return Conclusion(
-        diagnoses=tuple(diagnosis for diagnosis, _ in found.values()) or _first_taker(trace),
-        suspects=tuple(blamed for _, blamed in found.values() if blamed is not None),
+        # Several backward ops may meet what one forward op made.
+        diagnoses=told_once(diagnosis for diagnosis, _ in found) or _first_taker(trace),
+        suspects=tuple(dict.fromkeys(blamed for _, blamed in found if blamed is not None)),
     )
 
 

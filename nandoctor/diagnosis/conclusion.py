@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -244,7 +244,6 @@ _MOST_ASKED = 4
 _Found = tuple[int, Diagnosis, Suspect | None]
 """The order of the op that made or took the value, its diagnosis, and the suspect if there is one."""
 
-
 FailsWithout = Callable[[Trace, Sequence[OpSite]], bool]
 """Takes a failing run and ops; returns True if the step fails in the same way when what they make is finite."""
 
@@ -318,7 +317,7 @@ def _conclude_swallowed(trace: Trace, reference: Trace, places: list[FirstNonfin
     findings = find_swallowed(trace, reference, low)
     causes = [(finding, cause) for finding in findings if (cause := find_cause("swallowed", finding))]
     return Conclusion(
-        diagnoses=tuple(Diagnosis(origin=origin_at(finding, trace), cause=cause) for finding, cause in causes),
+        diagnoses=told_once(Diagnosis(origin=origin_at(finding, trace), cause=cause) for finding, cause in causes),
         # Suggest the changes for the overflow itself, as if it had reached the output.
         suspects=tuple(filter(None, (suspect(finding, find_cause("forward", finding)) for finding, _ in causes))),
         first_nonfinite=places[0] if places else None,
@@ -338,9 +337,8 @@ def _conclude_traced(
     involved = (place for place in places if place.value.producer in producers)
     way = found_trace.way_from(start) if found else ()
     carriers = (op for op in way[1:] if op.op not in MOVES)
-    told = {_place_in_code(diagnosis.origin) or id(diagnosis): diagnosis for _, diagnosis, _ in reversed(found)}
     return Conclusion(
-        diagnoses=tuple(reversed(told.values())),
+        diagnoses=told_once(diagnosis for _, diagnosis, _ in found),
         suspects=tuple(blamed for _, _, blamed in found if blamed is not None),
         chain=tuple(Link(place=op.place, op=op.op) for op in (*way[:1], *carriers)),
         first_nonfinite=next(involved, places[0] if places else None),
@@ -366,9 +364,15 @@ def _find_harmless(found: Sequence[_Found], trace: Trace, fails_without: FailsWi
     return harmless if len(harmless) < len(exact) else set()
 
 
-def _place_in_code(origin: Origin) -> object:
-    """Return a key that is the same for all calls of one expression, as in a loop; None without a source."""
-    return None if origin.source is None else (origin.place.module, origin.op, origin.source)
+def told_once(diagnoses: Iterable[Diagnosis]) -> tuple[Diagnosis, ...]:
+    """Return the first diagnosis of each expression: in a loop it has one for each pass."""
+    found: dict[object, Diagnosis] = {}
+    for diagnosis in diagnoses:
+        origin = diagnosis.origin
+        of_line = (origin.place.module, origin.op, origin.source)
+        place = of_line if origin.source is not None else (origin.place, origin.op, origin.nth)
+        found.setdefault(id(diagnosis) if origin.op is None else place, diagnosis)
+    return tuple(found.values())
 
 
 def _from_outside(found_trace: NonfiniteTrace, trace: Trace) -> Iterator[_Found]:
@@ -427,7 +431,7 @@ def _from_sources(found_trace: NonfiniteTrace, trace: Trace) -> Iterator[_Found]
         absurd = absurd_weights(finding, trace)
         yield from ((source.op.order, diagnosis, None) for diagnosis in absurd)
         if not absurd:
-            made = finding if finding.op.forward is None else _as_gradient(finding, trace)
+            made = finding if finding.op.forward is None else as_gradient(finding, _selection_of(finding.op, trace))
             cause = find_cause("forward" if made is finding else "backward", made)
             yield source.op.order, *diagnose_op(made, cause, trace)
 
@@ -446,16 +450,17 @@ def _selection_of(op: OpCall, trace: Trace) -> OpCall | None:
     return removal if selects else None
 
 
-def _as_gradient(finding: Finding, trace: Trace) -> GradientFinding:
-    """Return the finding of an op that computes a derivative in the forward or the loss."""
-    assert finding.op.forward is not None
+def as_gradient(finding: Finding, removal: OpCall | None, excess_scale: float | None = None) -> GradientFinding:
+    """Return the finding of an op that computes a derivative: in the backward pass, or in the forward or the loss."""
+    forward = finding.op.forward
     return GradientFinding(
         op=finding.op,
         ops=finding.ops,
         low=finding.low,
         reference=finding.reference,
-        forward=trace.ops[finding.op.forward],
-        discarded_by=_selection_of(finding.op, trace),
+        forward=None if forward is None else finding.ops[forward],
+        excess_scale=excess_scale,
+        discarded_by=removal,
     )
 
 

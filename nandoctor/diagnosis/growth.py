@@ -23,7 +23,7 @@ def follow_growth(origin: Origin, trace: Trace) -> Iterator[Growth]:
     Each follows the operand that gave most. There are none if nothing overflowed in the forward or the loss.
     """
     is_overflow = origin.phase in ("forward", "loss") and origin.would_be is not None
-    op, made = trace.by_key.get(_key(origin)) if is_overflow else None, abs(origin.would_be or 0.0)
+    op, made = trace.by_key.get(key_of(origin)) if is_overflow else None, abs(origin.would_be or 0.0)
     while op is not None:
         given = max(op.inputs, key=partial(_bits_given, op), default=None)
         taken = given.stats.absmax if given is not None and given.stats is not None else None
@@ -38,8 +38,9 @@ def follow_growth(origin: Origin, trace: Trace) -> Iterator[Growth]:
         op, made = trace.ops[given.producer], taken
 
 
-def _key(origin: Origin) -> tuple[str, int, str, int]:
-    return origin.place.module, origin.place.call, origin.op or "", origin.nth
+def key_of(origin: Origin) -> tuple[str, int, str, int]:
+    """Return the key of an origin's op, as which the traces of all runs have it."""
+    return (*origin.place.key, origin.op or "", origin.nth)
 
 
 def _step(op: OpCall, taken: float | None, made: float | None) -> Growth:
@@ -59,7 +60,7 @@ def _bits_given(op: OpCall, tensor: OpTensor) -> float:
 
 def follow_gradient(origin: Origin, trace: Trace) -> Iterator[Growth]:
     """Yield the steps that made the gradient at an origin so large, from there up to the loss."""
-    op = next((op for op in trace.backward if op.key == _key(origin)), None)
+    op = next((op for op in trace.backward if op.key == key_of(origin)), None)
     while op is not None:
         taken = [tensor.stats for tensor in op.inputs if tensor.stats is not None]
         yield _step(op, largest_of(taken), largest_of(op.outputs))

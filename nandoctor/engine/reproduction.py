@@ -413,7 +413,8 @@ def grade(saved: tuple[str, torch.Tensor] | None, output: Any, key: str | None =
     leaves = {path: leaf for path, leaf in found if not leaf.is_nested and leaf.layout == torch.strided}
     path = _find_counterpart(key or name, reference, leaves)
     if path is None:
-        num_bad = int((~torch.isfinite(comparable_values(reference))).sum())
+        # A loss need not be among the outputs.
+        num_bad = None if is_loss(name) else int((~torch.isfinite(comparable_values(reference))).sum())
         return Reproduction(grade="no-reference", output=name, num_bad_saved=num_bad)
     leaf = leaves[path].to("cpu").reshape(reference.shape)
     replayed, reference = comparable_values(leaf.to(reference.dtype)), comparable_values(reference)

@@ -59,10 +59,8 @@ def propose(findings: Findings, trials: Trials) -> Iterator[Candidate]:
         yield from _unread(findings.trace, trials)
         yield from without_guilty(findings.guilty or (), trials.step.call.batch_size)
     if findings.verdict in ("numerics", "loss-scale"):
-        in_code = [changes for lead in leads[:MAX_LEADS] if (changes := specific(lead, trials.step.model))]
-        if len(in_code) < len(leads):  # a change that keeps one origin off 0 may also stop another's gradient overflow
-            yield from together(in_code)
-        yield from together([specific(lead, trials.step.model) for lead in leads[:MAX_LEADS]])
+        # Not every origin needs one: a change that keeps one off 0 may also stop another's gradient overflow.
+        yield from together([changes for lead in leads[:MAX_LEADS] if (changes := specific(lead, trials.step.model))])
     if findings.verdict in ("precision", "silent"):
         yield from _bounded_weights(findings)
         if len(leads) == 1:

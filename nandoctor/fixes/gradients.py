@@ -57,7 +57,7 @@ def reversed_gradient(made: Result, meant: Result) -> str | None:
     """Return the parameter whose gradient mostly points the other way than it should, or None."""
     worst, most = None, _REVERSED
     runs = made, meant
-    for name in made.gradients.keys() & meant.gradients:
+    for name in sorted(made.gradients.keys() & meant.gradients):
         # That of a bias before a softmax is 0 but for rounding.
         is_noise = any(run.gradient_sizes[name] <= _LEAST * max(run.gradient_sizes.values()) for run in runs)
         same_shape = made.gradients[name].shape == meant.gradients[name].shape

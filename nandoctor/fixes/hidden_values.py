@@ -43,9 +43,8 @@ def look_for_hidden(step: FailingStep, findings: Findings) -> Findings:
     them. A diagnosis of the backward pass comes after that of hidden values.
     """
     with suppress(LossError, ModelError):  # a step that ran once may not run under the closer watch
-        findings = _without_idle_buffers(step, findings)
         ops = findings.ops or step.run(watch=CLOSELY).trace.ops
-        if _may_hide(ops, findings.trace):
+        if _may_hide(ops, findings.trace) or findings.trace.spoilt_buffers:
             findings = _look(step, findings)
     return findings
 
@@ -56,7 +55,7 @@ def describe_hidden(step: FailingStep) -> str | None:
         trace = step.run(watch=CLOSELY).trace
         if trace.finite and trace.raised is None and _may_hide(trace.ops, trace):
             found = _look(step, Findings(trace=trace, reference=trace, verdict="healthy", conclusion=Conclusion()))
-            return found.notes[0] if found.exposed is not None else None
+            return found.notes[-1] if found.exposed is not None else None
     return None
 
 
@@ -76,9 +75,11 @@ def _look(step: FailingStep, findings: Findings) -> Findings:
     hidden = {stats.path: stats for stats in whole.output if not stats.finite}
     left = [path for path in hidden if path.startswith("kept.") and path.removeprefix("kept.") not in whole.buffers]
     left = [path.removeprefix("kept.") for path in left if _is_unmeant(hidden[path], whole, reference)]
-    uses = _find_uses(step, left)
+    saved = step.model.state_dict().keys()  # what a checkpoint keeps is kept for something
+    buffers = [name for name in findings.trace.spoilt_buffers if name not in saved and step.loss is not None]
+    uses = _find_uses(step, [*left, *buffers])
     kept = [f"kept.{name}" for name in left if uses[name] == "read"]
-    idle = [name for name in left if uses[name] == "idle" and step.loss is not None]
+    idle = [name for name, use in uses.items() if use == "idle" and step.loss is not None]
     findings = _told_of_idle(findings, idle)
     taken = {
         path: site
@@ -114,24 +115,14 @@ def _look(step: FailingStep, findings: Findings) -> Findings:
     )
 
 
-def _without_idle_buffers(step: FailingStep, findings: Findings) -> Findings:
-    """Return the findings without the spoilt buffers that nothing takes, and no checkpoint keeps for something else."""
-    trace = findings.trace
-    if step.loss is None or not trace.spoilt_buffers:
-        return findings
-    saved = step.model.state_dict().keys()
-    uses = _find_uses(step, [name for name in trace.spoilt_buffers if name not in saved])
-    idle = [name for name, use in uses.items() if use == "idle"]
-    others = tuple(name for name in trace.spoilt_buffers if name not in idle)
-    return _told_of_idle(replace(findings, trace=replace(trace, spoilt_buffers=others)), idle)
-
-
 def _told_of_idle(findings: Findings, names: Sequence[str]) -> Findings:
+    """Return the findings with a note on the attributes and buffers that nothing takes; these buffers are no doubt."""
     if not names:
         return findings
+    others = tuple(name for name in findings.trace.spoilt_buffers if name not in names)
     told = join_first([f"`{name}`" for name in names], 3)
     note = f"The step leaves NaN or Inf in {told}. Neither the loss nor a second forward depends on that."
-    return replace(findings, notes=(*findings.notes, note))
+    return replace(findings, trace=replace(findings.trace, spoilt_buffers=others), notes=(*findings.notes, note))
 
 
 _Use = Literal["idle", "taken", "read"]

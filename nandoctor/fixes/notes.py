@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torch import nn
@@ -11,8 +11,10 @@ from torch import nn
 from nandoctor.causes.log_space import STABLE_FORM
 from nandoctor.causes.registry import find_page
 from nandoctor.causes.sentences import operand, subject
+from nandoctor.changes.places import maker_of
 from nandoctor.changes.setting import UseFormat
 from nandoctor.diagnosis.conclusion import Findings
+from nandoctor.diagnosis.growth import key_of
 from nandoctor.engine.module_state import nonfinite_in
 from nandoctor.evidence.edits import flatten
 from nandoctor.evidence.formats import FP32, FP64
@@ -103,24 +105,18 @@ def find_program_error(findings: Findings, trials: Trials) -> str | None:
     first = next(iter(findings.conclusion.diagnoses), None)
     if not trials.numerics or first is None or first.cause is None or first.cause.code != "invalid-domain":
         return None
-    made = _op_at(first.origin.op, first.origin.source, findings.reference.ops)
-    traces = trials.trace(UseFormat(format=FP64)) if made is not None and _outside(made) > 0 else None
-    ops = traces[0].ops if traces is not None else ()
-    exact = _op_at(first.origin.op, first.origin.source, ops)
-    if made is None or exact is None or _outside(exact) <= _LEAST_LEFT * _outside(made):
+    made = findings.reference.by_key.get(key_of(first.origin))
+    if made is None or not _outside(made) or (traces := trials.trace(UseFormat(format=FP64))) is None:
+        return None
+    exact = traces[0].by_key.get(made.key)
+    if exact is None or _outside(exact) <= _LEAST_LEFT * _outside(made):
         return None
     name = DOMAINS[exact.op].argument
     taken = operand(exact, name) or f"the argument of {exact.op}"
     return (
         f"The program is wrong here: {taken} is outside the domain of {subject(exact)} by {_describe_distance(exact)} "
-        f"in float64 too, so no rounding made it. {_describe_terms(exact, ops)}A clamp would only hide that."
+        f"in float64 too, so no rounding made it. {_describe_terms(exact, traces[0].ops)}A clamp would only hide that."
     )
-
-
-def _op_at(op: str | None, source: object, ops: Iterable[OpCall]) -> OpCall | None:
-    """Return the call at an origin whose argument is furthest outside its domain."""
-    found = (call for call in ops if call.phase != "backward" and (call.op, call.source) == (op, source))
-    return max(found, key=_outside, default=None)
 
 
 def _outside(op: OpCall) -> float:
@@ -145,10 +141,9 @@ def _describe_distance(op: OpCall) -> str:
     return furthest if nearest in ("0", furthest) else f"{nearest} to {furthest}"
 
 
-def _describe_terms(op: OpCall, ops: Iterable[OpCall]) -> str:
+def _describe_terms(op: OpCall, ops: Sequence[OpCall]) -> str:
     """Describe the sum or difference that the argument is, with the range of each term; "" if it is none."""
-    taken = op.find_input(DOMAINS[op.op].argument)
-    maker = next((call for call in ops if taken is not None and call.order == taken.producer), None)
+    maker = maker_of(op.find_input(DOMAINS[op.op].argument), ops)
     if maker is None or maker.op not in _SUMS:
         return ""
     terms = [_describe_term(maker, name) for name in ("self", "other")]

@@ -15,7 +15,7 @@ from torch import nn
 from nandoctor.changes.editor import Library
 from nandoctor.changes.keep_fp32 import KeepModule, modules_in_fp32
 from nandoctor.changes.places import cell_name
-from nandoctor.changes.source_writer import Probed, SourceWriter
+from nandoctor.changes.source_writer import Probed, SourceWriter, past_bound, to_edges
 from nandoctor.engine.interventions import reachable
 from nandoctor.evidence.edits import (
     Edit,
@@ -69,8 +69,8 @@ class ChangeWriter:
                 title=write_title(edit, self._source.places),
                 text=patch.diff() if patch.root else _diff_of_cells(patch),
                 change=patch,
-                at_edge=self._source.at_edge(singles),
-                past_bound=self._source.past_bound(singles),
+                at_edge=self._source.probe(singles, to_edges),
+                past_bound=self._source.probe(singles, past_bound),
             )
         if (settings := _settings_of(singles)) is not None:
             yield WrittenChange(kind="setting", title=title, text="", settings=settings)

@@ -1,5 +1,4 @@
 """Extract the failing operation of a step and write it as a standalone script.
 
-`build` runs the stages: `op_extraction` returns a `program`, the op with its tensors, `minimize` slices these, `script`
-writes it as text.
+`build` takes the op from a run and writes the script; `program` is the op with its tensors, and slices these.
 """

@@ -99,7 +99,7 @@ def _spread_facts(report: Report) -> Iterator[Fact]:
     if report.bad_gradients:
         names = [short_name(stats.path) for stats in report.bad_gradients]
         yield Fact("gradients", f"non-finite: {join_first(names, _MAX_LISTED)}")
-    if others := _describe_others([found for found in report.also if not _is_told(found, report)]):
+    if others := _describe_others(report.also):
         yield Fact("also", join_first(others, _MAX_LISTED))
     yield from nonfinite_state_facts(report.dump)
 
@@ -117,15 +117,6 @@ def describe_origin(origin: Origin) -> str:
     if origin.function is not None:
         what = f"{origin.op} in the backward of {short_name(origin.function)}"
     return f"{what} in {short_name(origin.place.in_words)}{at}: {damage}"
-
-
-def _is_told(found: Diagnosis, report: Report) -> bool:
-    """Return True for another run of the line that the headline is about, as of a loop."""
-    first, origin = report.origin, found.origin
-    if first is None or first.source is None or report.cause is None or found.cause is None:
-        return False
-    told = (report.cause.code, first.place.module, first.op, first.phase, first.source)
-    return told == (found.cause.code, origin.place.module, origin.op, origin.phase, origin.source)
 
 
 def _describe_others(diagnoses: Sequence[Diagnosis]) -> list[str]:

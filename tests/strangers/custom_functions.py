@@ -92,6 +92,7 @@ def in_function(function, samples):
     line="return half / root",
     holds=in_function("Root", (1,)),
     loss=mean,
+    fix="none",
 )
 @rows(
     "numerics middle exp exp-overflow",

@@ -21,6 +21,7 @@ class Hiding(nn.Module):
         super().__init__()
         self.layer, self.table = nn.Linear(4, 4), nn.Embedding(5, 4)
         self.memory, self.then = {}, then
+        self.register_buffer("seen", torch.ones(len(BATCH["x"]), 4), persistent=False)
 
     def forward(self, x):
         return self.then(self, self.layer(x))
@@ -182,6 +183,17 @@ def mean(output, _):
 def keeps_what_nothing_reads(model, h):
     model.memory["h"] = nan(h.detach())
     return h
+
+
+@hiding("healthy", loss=mean, says=("depends on that",))
+def keeps_in_a_buffer_what_nothing_reads(model, h):
+    model.seen.copy_(nan(h.detach()))
+    return h
+
+
+@hiding("cannot-tell", loss=mean, says=("the buffer `seen`",))
+def keeps_in_a_buffer_what_the_next_step_reads(model, h):
+    return keeps_in_a_buffer_what_nothing_reads(model, h * model.seen)
 
 
 @hiding("numerics . div division-by-zero", loss=mean)

@@ -7,7 +7,7 @@ import factory
 from one_test import for_each
 
 from nandoctor.evidence.formats import BF16, FP16, FP32
-from nandoctor.evidence.report import Diagnosis, Reproduction, Verdict
+from nandoctor.evidence.report import Reproduction, Verdict
 from nandoctor.evidence.trace import Place
 from nandoctor.views.evidence import MEANINGS, describe_reproduction, evidence_facts, list_operands
 
@@ -115,23 +115,6 @@ def test_an_early_end():
 
 def test_every_verdict_has_a_meaning():
     assert MEANINGS.keys() == set(get_args(Verdict))
-
-
-@for_each(
-    [
-        ("norm", 45, None),
-        ("norm", 46, "eps-underflow (div in norm (2nd call))"),
-        ("exit.norm", 45, "eps-underflow (div in exit.norm (2nd call))"),
-    ],
-    star=True,
-)
-def test_the_same_line_in_a_loop_is_told_once(module, line, told):
-    made = factory.fixable()
-    first = replace(made.origin, place=Place(module="norm", type="ChannelNorm", call=0))
-    again = replace(first, place=Place(module=module, type="ChannelNorm", call=1))
-    again = replace(again, source=replace(again.source, line=line))
-    found = replace(made, origin=first, also=(Diagnosis(origin=again, cause=made.cause),))
-    assert facts(found).get("also") == told
 
 
 def test_tensors_have_the_names_of_the_code_or_a_place():
