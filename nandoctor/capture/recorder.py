@@ -54,7 +54,7 @@ class Recorder:
         threshold: stop when more than this share of the last `window` steps was non-finite; 0 stops at once, 1 never.
             Steps that the scaler skips count only if its scale has fallen below 1.
         window: a number of steps.
-        keep: number of this run's files to keep; the oldest is deleted.
+        keep: number of this run's files to keep; the oldest is deleted, skipped steps first.
         max_nbytes: most bytes of a file (default: 8 GiB). Weights that do not fit are left out, and the file says so.
         on_save: called with (path, event) after each file.
         undo_nbytes: copy the weights before each update, and before each forward what no optimizer writes, if these
