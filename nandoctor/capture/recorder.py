@@ -173,6 +173,8 @@ class Recorder:
     def begin(self, batch: Any = None) -> None:
         """Begin a step, if `with recorder.step(batch):` does not fit in; `end` or the next `begin` ends it.
 
+        They do not see an exception that the loop or the backward pass raises; that of a forward they do.
+
         Args:
             batch: as for `step`.
 
@@ -306,7 +308,7 @@ class Recorder:
 
     def _keep_inside(self, name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         step = self._tracker.current
-        if step is not None and step.calls and torch.is_grad_enabled():
+        if step is not None and step.calls and output is not None and torch.is_grad_enabled():
             step.inside[name] = pack(output, f"output.{name}")
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
