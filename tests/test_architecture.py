@@ -34,20 +34,20 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_440, "tests": 30_000, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_466, "tests": 30_094, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_945,
     "autocast": 790,
-    "capture": 2_495,
-    "causes": 2_701,
+    "capture": 2_488,
+    "causes": 2_711,
     "changes": 3_177,
     "cli": 850,
     "diagnosis": 1_934,
     "dumps": 3_103,
-    "engine": 2_868,
+    "engine": 2_877,
     "evidence": 1_700,
-    "fixes": 4_235,
+    "fixes": 4_249,
     "fleet": 691,
     "repro_scripts": 629,
     "step": 2_987,
