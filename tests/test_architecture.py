@@ -34,20 +34,20 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_390, "tests": 29_890, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_394, "tests": 29_952, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_949,
     "autocast": 787,
-    "capture": 2_495,
-    "causes": 2_706,
+    "capture": 2_488,
+    "causes": 2_707,
     "changes": 3_142,
     "cli": 850,
     "diagnosis": 1_928,
     "dumps": 3_102,
     "engine": 2_855,
     "evidence": 1_706,
-    "fixes": 4_224,
+    "fixes": 4_234,
     "fleet": 691,
     "repro_scripts": 628,
     "step": 3_000,

@@ -109,20 +109,23 @@ def do_nothing(*_: Any) -> None:
 
 
 def attach(model: nn.Module, before: Before, after: After, handles: ExitStack) -> None:
-    """Call `before` and `after` around each call of the model."""
+    """Call `before` and `after` around each call of the model, and `after` too if it raises an error."""
     compiled: Any = compiled_call(model)
     ahead, behind = Hook(before), Hook(after)
     if compiled is None:
         # Call the methods of Module itself: ScriptModule overrides them to refuse hooks, which a graph cannot hold.
         handles.callback(nn.Module.register_forward_pre_hook(model, ahead, with_kwargs=True).remove)
-        handles.callback(nn.Module.register_forward_hook(model, behind, with_kwargs=True).remove)
+        handles.callback(nn.Module.register_forward_hook(model, behind, with_kwargs=True, always_call=True).remove)
         return
 
     def call(*args: Any, **kwargs: Any) -> Any:
         """Run the compiled graph between the hooks: those of a model compiled in place would become part of it."""
+        output = None
         ahead(model, args, kwargs)
-        output = compiled(*args, **kwargs)
-        behind(model, args, kwargs, output)
+        try:
+            output = compiled(*args, **kwargs)
+        finally:
+            behind(model, args, kwargs, output)
         return output
 
     set_compiled_call(model, call)

@@ -54,7 +54,7 @@ class Recorder:
         threshold: stop when more than this share of the last `window` steps was non-finite; 0 stops at once, 1 never.
             Steps that the scaler skips count only if its scale has fallen below 1.
         window: a number of steps.
-        keep: number of this run's files to keep; the oldest is deleted.
+        keep: number of this run's files to keep; the oldest is deleted, skipped steps first.
         max_nbytes: most bytes of a file (default: 8 GiB). Weights that do not fit are left out, and the file says so.
         on_save: called with (path, event) after each file.
         undo_nbytes: copy the weights before each update, and before each forward what no optimizer writes, if these
@@ -172,6 +172,8 @@ class Recorder:
 
     def begin(self, batch: Any = None) -> None:
         """Begin a step, if `with recorder.step(batch):` does not fit in; `end` or the next `begin` ends it.
+
+        They do not see an exception that the loop or the backward pass raises; that of a forward they do.
 
         Args:
             batch: as for `step`.
@@ -306,7 +308,7 @@ class Recorder:
 
     def _keep_inside(self, name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         step = self._tracker.current
-        if step is not None and step.calls and torch.is_grad_enabled():
+        if step is not None and step.calls and output is not None and torch.is_grad_enabled():
             step.inside[name] = pack(output, f"output.{name}")
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

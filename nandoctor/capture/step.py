@@ -35,14 +35,15 @@ from nandoctor.tracing.tensor_stats import walk_tensors
 class RecordedStep:
     """A step: the batch and the calls by reference, the state before the forward, and flags that may still arrive.
 
-    `step` counts optimizer updates, `micro_batch` the forwards that share one. `explicit`: the loop marked where the
-    step begins. `random` has the generators' states before each call; `running` is the number of calls
-    that have not returned. `has_lent_weights`: a call got its weights from `torch.func.functional_call`.
-    `without_grad`: the calls ran under `torch.no_grad`. `inside` has the children's outputs if the step is a method
-    other than forward. `scale` is the loss scale before the step; `scale_version` shows whether the scaler was updated
-    since. `skip` is a fused optimizer's own flag, `skipped` what is known without it. `accumulated` is the largest
-    gradient after a micro-batch without an update. `num_updates` counts the optimizer updates since. `stamp` is taken
-    after the first forward; `was_rewritten`: it showed a write by the loop itself before the first update.
+    `step` counts optimizer updates, and the times that gradients were set to None without one; `micro_batch` counts the
+    forwards in between. `explicit`: the loop marked where the step begins. `random` has the generators' states before
+    each call; `running` is the number of calls that have not returned. `has_lent_weights`: a call got its weights from
+    `torch.func.functional_call`. `without_grad`: the calls ran under `torch.no_grad`. `inside` has the children's
+    outputs if the step is a method other than forward. `scale` is the loss scale before the step; `scale_version` shows
+    whether the scaler was updated since. `skip` is a fused optimizer's own flag, `skipped` what is known without it.
+    `accumulated` is the largest gradient after a micro-batch without an update. `num_updates` counts the optimizer
+    updates since. `stamp` is taken after the first forward; `was_rewritten`: it showed a write by the loop itself
+    before the first update.
     """
 
     step: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shlex
 from collections import deque
@@ -22,35 +23,7 @@ LOG = logging.getLogger("nandoctor")
 
 SMALLEST_SCALE = 1.0
 """A gradient that overflows at a loss scale below this overflows without scaling too. Above it, halving the scale
-helps, and GradScaler does so: in its warm-up, and in the skip after each growth."""
-
-
-class ScaleSearch:
-    """A classifier of GradScaler's skips: those that belong to its search for a scale, and those with another reason.
-
-    Skips are expected before the first successful update, and at a scale that it has just grown to. A scale is settled
-    once the scaler could grow beyond it, or had to come down to it.
-    """
-
-    def __init__(self) -> None:
-        self._settled: float | None = None
-        self._last: float | None = None
-
-    def expects_skip(self, scale: float) -> bool:
-        """Return True if a skip at this scale is part of the search."""
-        self._settle_below(scale)
-        return self._settled is None or scale > self._settled
-
-    def add_success(self, scale: float) -> None:
-        """Note a successful update at this scale."""
-        self._settle_below(scale)
-        self._settled = scale if self._settled is None else min(self._settled, scale)
-        self._last = scale
-
-    def _settle_below(self, scale: float) -> None:
-        """Settle the last scale if this one is higher: GradScaler grows only after many updates without a skip."""
-        if self._last is not None and scale > self._last:
-            self._settled = self._last
+helps, and GradScaler does so to find a scale: in its warm-up, and at a scale that it has just grown to."""
 
 
 class StepHistory:
@@ -93,9 +66,10 @@ OnSave = Callable[[Path, Mapping[str, Any]], object]
 class StepPolicy:
     """A policy that counts finished steps, saves the first failed step of each episode, and stops the training.
 
-    `on_save` gets each file's path and `event` entry. `written` are the last `keep` files, oldest first; others are
-    left alone. Once there are so many, an episode is saved only if the last file is `window` steps old: a training that
-    fails at every other step must not spend its time on writing.
+    `on_save` gets each file's path and `event` entry. `written` has the last `keep` files and why each was saved,
+    oldest first; others are left alone. Files of skipped steps make way first: one may follow any growth of the scale,
+    and be harmless. Once there are `keep` files, an episode is saved only if the last file is `window` steps old: a
+    training that fails at every other step must not spend its time on writing.
     """
 
     history: StepHistory
@@ -103,9 +77,9 @@ class StepPolicy:
     keep: int
     make_contents: Callable[[RecordedStep, str, str], Mapping[str, Any]]
     on_save: OnSave | None
-    written: list[Path] = field(default_factory=list)
-    _scale_search: ScaleSearch = field(default_factory=ScaleSearch)
+    written: dict[Path, str] = field(default_factory=dict)
     _last_saved: int = 0
+    _last_fit: float = -math.inf
 
     def __post_init__(self) -> None:
         with suppress(OSError):
@@ -120,10 +94,10 @@ class StepPolicy:
         step.decided = True
         reason, scale = step.reason, step.loss_scale
         failed = bool(reason) and (reason != "skipped" or _is_below_1(scale))
-        is_new_skip = scale is not None and step.was_skipped and not self._scale_search.expects_skip(scale)
+        # One success shows that the gradients fit at this scale: after it, a skip is no part of the search for a scale.
+        worth_saving = failed or (scale is not None and step.was_skipped and scale <= self._last_fit)
         if scale is not None and step.updates and not step.was_skipped:
-            self._scale_search.add_success(scale)
-        worth_saving = is_new_skip or failed
+            self._last_fit = scale
         self.history.add(step.step, failed=failed, worth_saving=worth_saving)
         if not worth_saving:
             return
@@ -163,10 +137,13 @@ class StepPolicy:
         except Exception as error:
             LOG.warning("nandoctor could not save %s in %s (%s: %s).", stem, self.folder, type(error).__name__, error)
             return None, "It could not be saved; the log says why."
-        self.written.append(path)
-        while len(self.written) > self.keep:
+        while len(self.written) >= self.keep:
+            skipped = (old for old, why in self.written.items() if why == "skipped")
+            oldest = next(skipped, next(iter(self.written)))
+            del self.written[oldest]
             with suppress(OSError):
-                self.written.pop(0).unlink(missing_ok=True)
+                oldest.unlink(missing_ok=True)
+        self.written[path] = reason
         if self.on_save is not None:
             try:
                 self.on_save(path, contents["event"])

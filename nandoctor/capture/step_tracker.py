@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import traceback
 from collections.abc import Callable, Mapping
-from itertools import dropwhile
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ from nandoctor.torch_compat import backward_under_way, is_wrapped, read_loss_sca
 _MAX_UNMARKED_CALLS = 16
 """Most calls of a step whose beginning the loop does not mark: forwards without `watch` may go on forever."""
 _ANOMALY = "returned nan values in its"  # what `torch.autograd.detect_anomaly` raises
+_RAISED = Flag(1.0)
+"""The flag of a call that raised an error for a non-finite value."""
 
 
 class StepTracker:
@@ -48,6 +50,7 @@ class StepTracker:
         self._last_inputs = Packed(tree=None)
         self._overwrites: bool | None = None  # True once a forward wrote to its inputs, None until one has returned
         self._accumulates, self._process = False, os.getpid()
+        self._handled = id(None)
         self._before_update, self._after_step = Hook(self.before_update), Hook(self.after_step)
 
     @property
@@ -149,6 +152,10 @@ class StepTracker:
         return step if len(step.calls) == 1 else None
 
     def _add_call(self, step: RecordedStep, inputs: Packed, *, with_grad: bool) -> None:
+        if _RAISED in step.flags:  # the loop has caught the error, and calls the model in another way
+            step.flags.remove(_RAISED)
+            del step.calls[-1:], step.random[-1:]
+        self._handled = id(sys.exc_info()[1])
         step.before = step.before or self._observer.look()
         step.random.append(self._observer.generators.read(self._observer.device))
         step.without_grad = not with_grad
@@ -158,11 +165,18 @@ class StepTracker:
         step.running += 1
 
     def after_forward(self, output: Any) -> RecordedStep | None:
-        """Note what a call of the model returned; return its step, or None."""
-        step = self.current
+        """Note what a call of the model returned; return its step, or None. If it raised an error, find out why.
+
+        The loop may catch the error, and nothing of it is left when the step ends.
+        """
+        step, error = self.current, sys.exc_info()[1]
         if step is None or not step.running:
             return None
         step.running -= 1
+        if error is not None and id(error) != self._handled:  # the loop may have called the model to handle another
+            if _is_for_nonfinite(error):
+                step.flags.append(_RAISED)
+            return None
         self._overwrites = bool(self._overwrites) or self._last_inputs.overwritten
         step.returned.append(pack(output, "output"))
         if len(step.returned) == 1:
@@ -276,9 +290,7 @@ class StepTracker:
         """Decide on all steps left: the loop may have raised an error because of gradients, before their update."""
         self._forget_if_forked()
         step, self.current, self._ended = self._latest, None, None
-        if step is not None and step.running and Hook(_is_for_nonfinite)(error):
-            step.flags.append(Flag(1.0))
-        elif step is not None and not step.flags and step.returned:
+        if step is not None and not step.flags and step.returned:
             self.watch(step, None, ask_all=False)  # the other ranks do not take part
         self._finish(step, final=True)
         if step is not None and step.flags:
@@ -303,19 +315,17 @@ class StepTracker:
             raise
 
 
-def _is_for_nonfinite(error: BaseException | None) -> bool:
-    """Return True if a forward raised the error and its local variables show a NaN or +Inf computed from weights.
+def _is_for_nonfinite(error: BaseException) -> bool:
+    """Return True if the local variables of the forward that raised it show a NaN or +Inf computed from weights.
 
     -Inf alone may come from a mask. Also True for a FloatingPointError.
     """
-    if not isinstance(error, Exception):
+    if not isinstance(error, Exception) or isinstance(error, torch.OutOfMemoryError):
         return False
-    call = nn.Module.__call__.__code__
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    inside = list(dropwhile(lambda frame: frame.f_code is not call, frames))
-    tensors = filter(_is_readable, tree_tensors([list(frame.f_locals.values()) for frame in inside]))
+    inside = [list(frame.f_locals.values()) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    tensors = filter(_is_readable, tree_tensors(inside))
     is_shown = any(not (tensor < math.inf).all() for tensor in tensors if tensor.requires_grad)
-    return bool(inside) and (is_shown or isinstance(error, FloatingPointError))
+    return is_shown or isinstance(error, FloatingPointError)
 
 
 def _is_readable(value: Any) -> bool:

@@ -8,7 +8,8 @@ How nandoctor tells
 Why it happens
     GradScaler starts high and halves the scale until the gradients are finite.
 Fix
-    None is needed. To skip fewer steps, start lower (`GradScaler(init_scale=1024)`).
+    None is needed. To skip fewer steps, start at a scale at which the gradients are finite
+    (`GradScaler(init_scale=...)`).
 When it is wrong
     If steps are skipped at every scale and without end, the cause is another: gradient-overflow or a non-finite loss.
 """

@@ -198,6 +198,34 @@ def test_a_forward_that_raises_for_its_own_nan(tmp_path, caplog, check, saved):
         assert (report.origin.phase, report.origin.op) == ("forward", "div")
 
 
+@pytest.mark.parametrize("marks", ["begin, end", "begin", ""])
+def test_a_forward_whose_error_the_loop_catches(tmp_path, marks):
+    model = Raising()
+    recorder = nandoctor.Recorder(model, folder=tmp_path)
+    for batch in (torch.zeros(2, 4), torch.ones(2, 4)):
+        if "begin" in marks:
+            recorder.begin(batch)
+        with suppress(ValueError):
+            model(batch)
+        if "end" in marks:
+            recorder.end()
+    assert [path.name for path in recorder.written] == ["nan-step000000.pth"]
+
+
+def test_a_call_in_place_of_one_that_raised(tmp_path):
+    model, batch = Raising(), torch.zeros(2, 4)
+    recorder = nandoctor.Recorder(model, folder=tmp_path)
+    with recorder.step(batch):
+        try:
+            model(batch)
+        except ValueError:
+            model(batch + 1)
+        saved = recorder.save()
+    assert recorder.written == (saved,)
+    (call,) = torch.load(saved, weights_only=True)["calls"]
+    assert torch.equal(call["args"][0], batch + 1)
+
+
 @pytest.mark.parametrize("ends", [KeyboardInterrupt, FileNotFoundError])
 def test_a_loop_that_is_stopped_while_the_scaler_searches(tmp_path, ends):
     """The skip of its step is how the scaler finds its scale; the error has nothing to do with it."""

@@ -1,11 +1,15 @@
 """When a run is stopped and when it is left alone: GradScaler's own skips are no reason."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 from nandoctor import NonFiniteTrainingError, Recorder, cuda_autocast
-from nandoctor.capture.step_policy import ScaleSearch, StepHistory
+from nandoctor.capture.step import RecordedStep
+from nandoctor.capture.step_policy import StepHistory, StepPolicy
+from nandoctor.capture.tensors import Flag
 from nandoctor.dumps.reader import read_dump
 
 each_optimizer = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
@@ -46,20 +50,32 @@ def test_an_episode_begins_once():
     [
         ("8- 4- 2 2 2", []),  # the warm-up
         ("8- 4 4 4- 2 2", [3]),
-        ("4 4 8 8- 4 4", []),  # grown to 8, which never lasted
+        ("4 4 8- 4 4 8- 4", []),  # just grown to 8
+        ("4 4 8 8- 4 4", [3]),  # one step fits, and a later one does not
         ("4 4 8 8 16- 8 8- 4", [6]),
-        ("4- 2- 1- 0.5- 0.25-", []),
+        ("4 4 8 16 16- 8- 4- 2", [4]),  # one episode
     ],
 )
-def test_which_skips_the_scaler_makes_to_find_its_scale(scales, unexpected):
-    search, found = ScaleSearch(), []
+def test_which_skips_the_scaler_makes_to_find_its_scale(tmp_path, caplog, scales, unexpected):
+    policy = make_policy(tmp_path, keep=9)
     for index, text in enumerate(scales.split()):
-        scale = float(text.rstrip("-"))
-        if not text.endswith("-"):
-            search.add_success(scale)
-        elif not search.expects_skip(scale):
-            found.append(index)
-    assert found == unexpected
+        step = RecordedStep(step=index, scale=Flag(float(text.rstrip("-"))), skipped=text.endswith("-"))
+        step.updates.append(SimpleNamespace(gradients=None, weights=None))
+        policy.decide(step, may_stop=True)
+    assert [record.args[0] for record in caplog.records] == unexpected
+
+
+def test_files_of_skipped_steps_make_way_first(tmp_path):
+    policy = make_policy(tmp_path, keep=3)
+    for index, reason in enumerate(["loss", "skipped", "gradients", "skipped", "skipped"]):
+        policy.save(RecordedStep(step=index, before=True), reason)
+    assert [path.stem[-1] for path in policy.written] == ["0", "2", "4"]
+
+
+def make_policy(folder, keep):
+    contents = {"event": {}, "model": {"file": "net.py"}}
+    history = StepHistory()
+    return StepPolicy(history=history, folder=folder, keep=keep, make_contents=lambda *_: contents, on_save=None)
 
 
 @each_optimizer
