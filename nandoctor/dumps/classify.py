@@ -85,7 +85,18 @@ def sort_contents(saved: object, nbytes: int, *, as_torch: bool) -> Contents:
             f"it holds {_describe(saved)}, not a dict.",
             remedy='Save torch.save({"state_dict": model.state_dict(), "image": image, "logit": logit}, path).',
         )
-    contents = Contents(nbytes=nbytes, as_torch=as_torch)
+    return _sort_all(saved, Contents(nbytes=nbytes, as_torch=as_torch))
+
+
+def _sort_all(saved: Mapping[Any, object], contents: Contents) -> Contents:
+    """Sort the items of the file; those of one flat dict with dotted names, as torch gives them, are its weights."""
+    tensors = (key for key, item in saved.items() if is_array(item) or is_extra_state(key))
+    dotted = {key: saved[key] for key in tensors if isinstance(key, str) and "." in key}
+    maps = [("", saved), *((str(key), item) for key, item in saved.items() if isinstance(item, Mapping))]
+    is_flat = any(key.rpartition(".")[2] in _PARAMETER_NAMES for key in dotted)
+    if is_flat and not any(_is_module(item) or _is_state(name, item) for name, item in maps):
+        contents.states[""] = _take_state(contents, "", dotted)
+        saved = {key: item for key, item in saved.items() if key not in dotted}
     contents.tree = _sort(contents, "", saved, depth=0)
     return contents
 
@@ -180,6 +191,8 @@ def _sort(contents: Contents, name: str, value: object, depth: int) -> Any:
 def _sort_items(contents: Contents, name: str, mapping: Mapping[Any, object], depth: int) -> dict[Any, Any]:
     """Sort the items of a dict; return those that are part of a batch."""
     tree: dict[Any, Any] = {}
+    if [*mapping] == [KIND]:  # an object without values, as a path or a function is
+        contents.left_out.append(f"{name or 'the dump'} ({brief(str(mapping[KIND]))})")
     for key, item in mapping.items():
         if key == KIND and isinstance(item, str):  # the class that the mapping stands for, not a value
             tree[key] = item
@@ -214,7 +227,7 @@ def _state_of(module: Mapping[str, Any]) -> dict[str, object]:
     return state
 
 
-def _is_state(name: str, mapping: Mapping[object, object]) -> bool:
+def _is_state(name: str, mapping: Mapping[Any, object]) -> bool:
     """Return True if this maps parameter names to tensors, by its own name, else by the names in it."""
     others = [key for key, item in mapping.items() if not is_array(item) and not is_extra_state(key)]
     if name in _STATE_NAMES[:2] and 0 < len(others) < len(mapping):
@@ -229,7 +242,8 @@ def _is_state(name: str, mapping: Mapping[object, object]) -> bool:
     if name.rpartition(".")[2] in _STATE_NAMES:
         return True
     parameters = [key for key in mapping if isinstance(key, str) and ("." in key or key in _PARAMETER_NAMES)]
-    return 2 * len(parameters) > len(mapping)
+    in_batches = not name and any(key in names for key in mapping for names in _ROLE_NAMES.values())
+    return 2 * len(parameters) > len(mapping) and not in_batches
 
 
 def _take_state(contents: Contents, name: str, mapping: Mapping[Any, object]) -> dict[str, torch.Tensor]:

@@ -33,7 +33,10 @@ def inspection_document(summary: DumpSummary) -> Iterator[Block]:
 def file_blocks(summary: DumpSummary) -> list[Block]:
     """Return what the file holds, what is non-finite among its weights, and a table of its arrays."""
     facts = Facts([*_outline(summary), *nonfinite_state_facts(summary)])
-    return [facts, _table(summary.arrays)] if summary.arrays else [facts]
+    arrays = summary.arrays
+    if len(arrays) > _MAX_ROWS:  # of which a terminal shows the first
+        arrays = tuple(sorted(arrays, key=lambda array: (not array.num_bad, array.role != "output")))
+    return [facts, _table(arrays)] if arrays else [facts]
 
 
 def nonfinite_state_facts(summary: DumpSummary) -> Iterator[Fact]:

@@ -196,6 +196,13 @@ def test_weights_alone(saved, state_name, read):
     assert_same_state(dump.state)
 
 
+@pytest.mark.parametrize("beside", [{}, {"epoch": 3}], ids=["tensors alone", "with a number"])
+def test_one_flat_dict_is_told_apart_by_names(beside, read):
+    dump = read({**WEIGHTS, **beside, "steps": torch.ones(()), "image": torch.ones(1), "logit": torch.ones(1)})
+    assert (dump.layout, [*dump.arrays], [*dump.untold]) == ("plain", ["image", "logit"], ["steps", "image", "logit"])
+    assert_same_state(dump.state)
+
+
 def test_trained_weights_come_before_averages_and_other_nets(read):
     average = {name: tensor * 0 for name, tensor in WEIGHTS.items()}
     dump = read(
