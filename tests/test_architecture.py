@@ -34,7 +34,7 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_502, "tests": 30_091, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_518, "tests": 30_109, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_945,
@@ -44,7 +44,7 @@ MAX_LINES_OF_ROOMS = {
     "changes": 3_177,
     "cli": 850,
     "diagnosis": 1_934,
-    "dumps": 3_130,
+    "dumps": 3_146,
     "engine": 2_877,
     "evidence": 1_700,
     "fixes": 4_239,
