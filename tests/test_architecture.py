@@ -34,7 +34,7 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_518, "tests": 30_109, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_514, "tests": 30_109, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_945,
@@ -52,7 +52,7 @@ MAX_LINES_OF_ROOMS = {
     "repro_scripts": 629,
     "step": 2_996,
     "tracing": 1_664,
-    "views": 2_674,
+    "views": 2_671,
 }
 """What each room may have: never more than it had, or than it is drawn with where it is new. These only go down."""
 
