@@ -264,6 +264,11 @@ def test_an_error_is_one_message_and_what_to_do(arguments, message):
     assert "Traceback" not in result.stderr
 
 
+def test_permission_to_read_is_not_a_matter_of_usage(monkeypatch):
+    monkeypatch.setattr("os.access", lambda *_: False)  # of root, everything can be read
+    assert run("inspect", "well.pth").exit_code == 0
+
+
 def test_a_working_directory_that_is_gone_ends_in_a_message(tmp_path, monkeypatch):
     gone = tmp_path / "gone"
     gone.mkdir()

@@ -139,6 +139,7 @@ def find_page(code: str) -> Page:
         NanDoctorError: there is no such code; the remedy names similar ones.
     """
     by_code = {code_of(module): module for module in CAUSES}
+    code = code.lower()
     if code in by_code:
         return _read_page(by_code[code])
     near = [name for name in by_code if code and code in name] or get_close_matches(code, by_code, cutoff=0.5)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from nandoctor.views.progress import ReplayDisplay
 
 _Verb = Callable[..., None]
-DumpPath = click.Path(path_type=Path)
+DumpPath = click.Path(path_type=Path, readable=False)  # the reader says what to do about one that cannot be read
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else.")
 MODEL_AND_STEP: tuple[OptionGroup, ...] = ("model", "step")
 _HEADINGS = {"model": "The model", "step": "The failing step", "fixes": "The search for fixes"}

@@ -28,7 +28,7 @@ def find_gaps(trace: Trace, flags: SavedFlags, reproduction: Reproduction, *, ha
         )
     elif not trace.output and trace.loss is None:
         yield Gap(
-            text="The forward returned no floating-point values, so no result was checked.",
+            text="The forward returned no floating-point values (an empty tensor has none), so no result was checked.",
             remedy="Pass --call FILE.py:NAME, a function (model, batch) that returns the tensors that the model keeps.",
         )
     for name in trace.spoilt_buffers:

@@ -43,7 +43,11 @@ _BEYOND = "a part of it reaches beyond its end"
 _CUT_SHORT = "it is incomplete, or its zip directory is missing"
 _SAVE_AGAIN = 'Save the step with torch.save({"state_dict": model.state_dict(), "image": image, "logit": logit}, path).'
 _SAVE_ARRAYS = 'Save its arrays anew: torch.save(dict(numpy.load(path)), "batch.pth").'
-_SAVE_ANEW = "Save it anew: torch.save(torch.load(path, weights_only=True), path)."
+_SAVE_ANEW = (
+    "Save it anew: torch.save(torch.load(path, weights_only=True), path). If torch refuses that, as for numpy arrays, "
+    "pass weights_only=False, but only if you know who wrote it."
+)
+_SAVE_SCRIPTED = 'Save {"state_dict": torch.jit.load(path).state_dict(), "image": image, ...} with torch.save.'
 _PASS_WHOLE = (
     "Pass the whole with --weights. Of Hugging Face: the directory. Of torch.distributed.checkpoint: the file of "
     "python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIRECTORY weights.pt. Of DeepSpeed: what "
@@ -54,7 +58,7 @@ _STRANGERS = (
     # torch.save before 1.6, or with _use_new_zipfile_serialization=False, first pickles a number by protocol 2.
     (b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9", "of the format that torch.save wrote before torch 1.6", _SAVE_ANEW),
     (b"\x80", "a plain pickle, which cannot be read without running its code", _SAVE_AGAIN),
-    (b"\x1f\x8b", "compressed with gzip", "Unpack it first: gunzip FILE."),
+    (b"\x1f\x8b", "compressed with gzip", "Unpack it first: gunzip {}."),
     (b"version https://git-lfs", "a Git LFS pointer, not the file itself", "Fetch the file: git lfs pull."),
     (b"<", "a web page or XML, not the file itself", "Download the file again, by its direct link."),
 )
@@ -116,6 +120,7 @@ def open_container(path: Path) -> Container:
     Raises:
         DumpError: it is missing, unreadable, empty, cut short, altered, or not a file of torch.save.
     """
+    shown = shlex.quote(brief(str(path), 1000))
     try:
         nbytes = regular_size(path)
         with path.open("rb") as file:
@@ -125,11 +130,11 @@ def open_container(path: Path) -> Container:
     except FileNotFoundError as error:
         raise DumpError("there is no such file.", remedy="Check the path; a relative one starts here.") from error
     except PermissionError as error:
-        raise DumpError("you have no permission to read it.", remedy="Give read permission: chmod u+r FILE.") from error
+        raise DumpError("you have no permission to read it.", remedy=f"Give it: chmod u+r {shown}.") from error
     except (OSError, ValueError) as error:  # ValueError: a null character in the path
         remedy = "Read it on a machine with more memory." if is_out_of_memory(error) else "Check the path."
         raise DumpError(f"it cannot be opened ({brief(str(error))}).", remedy=remedy) from error
-    raise _describe_stranger(head)
+    raise _describe_stranger(head, shown)
 
 
 def directory_error(path: Path) -> DumpError:
@@ -171,17 +176,18 @@ def regular_size(path: Path) -> int:
     return status.st_size
 
 
-def _describe_stranger(head: bytes) -> DumpError:
+def _describe_stranger(head: bytes, path: str) -> DumpError:
     if _ZIP_MAGIC.startswith(head):
         return DumpError(f"the file is cut short after {len(head)} bytes.", remedy=_COPY_AGAIN)
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 32:
         return DumpError(
-            "it is a safetensors file, which holds weights but no batch.",
-            remedy="Pass it with the file that has the batch: nandoctor replay DUMP --weights FILE.",
+            "it is a safetensors file, of which only weights are read.",
+            remedy=f"Pass it with the file that has the batch: nandoctor replay DUMP --weights {path}. If it holds the "
+            f'batch too: torch.save(safetensors.torch.load_file(path), "batch.pth").',
         )
     for magic, kind, remedy in _STRANGERS:
         if head.lstrip().lower().startswith(magic.lower()):
-            return DumpError(f"it is {kind}.", remedy=remedy)
+            return DumpError(f"it is {kind}.", remedy=remedy.replace("{}", path))
     kind = "a text file, " if not set(head) & set(range(9)) else ""
     return DumpError(f"it is {kind}not a file that torch.save wrote.", remedy=_SAVE_AGAIN)
 
@@ -225,6 +231,8 @@ def _find_members(data: mmap.mmap) -> dict[str, Member]:
         raise
     except Exception as error:  # a damaged directory makes zipfile raise nearly anything
         raise damaged(_CUT_SHORT) from error
+    if any(entry.filename.endswith("/constants.pkl") for entry in entries):
+        raise DumpError("it is a TorchScript archive, which holds a program and no batch.", remedy=_SAVE_SCRIPTED)
     # torch.save stores members plain, and they are read in place.
     if any(entry.flag_bits & 1 or entry.compress_type != zipfile.ZIP_STORED for entry in entries):
         raise DumpError(

@@ -17,7 +17,6 @@ from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.file_type import Container, damaged, directory_error, open_container, regular_size
 from nandoctor.dumps.recorded_format import get, is_recorded
 from nandoctor.dumps.signature import check_signature
-from nandoctor.dumps.trees import KIND
 from nandoctor.dumps.unpickle import load_pickle
 from nandoctor.errors import DumpError
 from nandoctor.machine import is_out_of_memory
@@ -65,15 +64,17 @@ def read_weights(path: str | os.PathLike[str]) -> State:
     """Read the weights at `path`, by their names there; no code that a file names is run.
 
     `path` is a safetensors file, a directory of Hugging Face, or a file of torch.save: a state dict, a dump,
-    DeepSpeed's model states.
+    DeepSpeed's model states. Of several state dicts in a file, FILE:NAME is the one of that name.
 
     Raises:
         DumpError: it is none of these, a part of one, damaged or hostile.
     """
-    location = Path(path)
+    file, _, name = str(path).rpartition(":")
+    is_whole = Path(path).exists() or not Path(file).is_file()
+    location, name = (Path(path), "") if is_whole else (Path(file), name)
     with _named(location):
         try:
-            state = _read_directory(location) if location.is_dir() else _read_file(location)
+            state = _read_directory(location) if location.is_dir() else _read_file(location, name)
         except OSError as error:
             raise DumpError(f"it cannot be read ({error.strerror}).", remedy="Check the path.") from error
         if not state:
@@ -81,13 +82,14 @@ def read_weights(path: str | os.PathLike[str]) -> State:
     return state
 
 
-def _read_file(path: Path) -> State:
-    """Return the weights in a file, even if it is one part of several."""
+def _read_file(path: Path, name: str = "") -> State:
+    """Return the weights in a file, even if it is one part of several; those of that name, if one is given."""
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
     container = open_container(path)
     dump = _make_dump(container, _load(container), as_torch=True)
-    return dump.state if dump.holds_weights else {}
+    states = {dump.state_name: dump.state, **dump.other_states, "": {**dump.state, **dump.untold}}
+    return states.get(name, {}) if dump.holds_weights else {}
 
 
 def _read_directory(folder: Path) -> State:
@@ -127,9 +129,7 @@ def _make_dump(container: Container, saved: object, *, as_torch: bool) -> Dump:
         return _make_recorded(container, saved, as_torch=as_torch)
     contents = sort_contents(saved, container.nbytes, as_torch=as_torch)
     if not (contents.states or contents.arrays):
-        items = (saved, *saved.values()) if isinstance(saved, Mapping) else ()
-        objects = {f"an object of {item[KIND]}" for item in items if isinstance(item, Mapping) and KIND in item}
-        names = [*contents.scalars, *contents.left_out, *sorted(objects)]
+        names = [*contents.scalars, *contents.left_out]
         raise DumpError(
             f"it holds neither a state dict nor arrays, only: {brief_list(names) or 'nothing'}.",
             remedy='Save the weights with the batch: torch.save({"state_dict": model.state_dict(), ...}, path).',

@@ -25,7 +25,7 @@ from nandoctor.errors import DumpError
 from nandoctor.evidence.codec import Hook, MisfitError, from_plain
 from nandoctor.evidence.dump_summary import OptimizerUpdate
 from nandoctor.source_files import ASSIGNED, SourceHash, defines, hash_of, installed_path, own_source
-from nandoctor.text import brief, dtype_name, printable
+from nandoctor.text import brief, brief_list, dtype_name, printable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -347,7 +347,6 @@ def _words(fields: Mapping[str, Any], name: str, number: int) -> NDArray[Any]:
     return words.numpy()
 
 
-_MAX_SHOWN = 20
 _MAX_OPTION = 2000  # characters of one argument in the command
 
 
@@ -359,9 +358,7 @@ def code_rows(recorded: Recorded) -> Iterator[tuple[str, str]]:
         if model.configuration:
             yield "config", f"{brief(model.configuration.spec)}, filled with the values in the file"
         elif model.arguments:
-            shown = [brief(f"{name}={_shown(value)}") for name, value in list(model.arguments.items())[:_MAX_SHOWN]]
-            more = f" and {len(model.arguments) - _MAX_SHOWN} more" if len(model.arguments) > _MAX_SHOWN else ""
-            yield "arguments", (", ".join(shown) + more)
+            yield "arguments", brief_list(f"{name}={_shown(value)}" for name, value in model.arguments.items())
     times = f", {len(recorded.calls)} calls" if len(recorded.calls) > 1 else ""
     yield "method", f"{brief(recorded.method or 'forward')}{times}"
     if loss is not None:

@@ -87,7 +87,7 @@ class Settings:
     weights: str | None = _setting(
         "model",
         "--weights",
-        "A checkpoint to take the weights from, instead of the dump: a file or a directory.",
+        "Take the weights from here: a checkpoint, a directory of one, or FILE:NAME of several in a file.",
         metavar="PATH",
         holds="a path",
     )

@@ -26,36 +26,35 @@ def inspection_document(summary: DumpSummary) -> Iterator[Block]:
     yield Headline(summary.path)
     yield from file_blocks(summary)
     remarks = [*(Fact("note", text) for text in summary.notes), *(Fact("missing", text) for text in summary.missing)]
-    more = [Fact("", text) for text in [_and_more(remarks)] if text]
-    yield Facts([*remarks[:_MAX_ROWS], *more])
+    yield Facts(_first(remarks, ""))
 
 
 def file_blocks(summary: DumpSummary) -> list[Block]:
     """Return what the file holds, what is non-finite among its weights, and a table of its arrays."""
     facts = Facts([*_outline(summary), *nonfinite_state_facts(summary)])
-    return [facts, _table(summary.arrays)] if summary.arrays else [facts]
+    arrays = summary.arrays
+    if len(arrays) > _MAX_ROWS:  # of which a terminal shows the first
+        arrays = tuple(sorted(arrays, key=lambda array: (not array.num_bad, array.role != "output")))
+    return [facts, _table(arrays)] if arrays else [facts]
 
 
 def nonfinite_state_facts(summary: DumpSummary) -> Iterator[Fact]:
     """Yield one line for the non-finite weights and one for the buffers: after a failure all running statistics are."""
     for label, arrays in (("weights", summary.bad_weights), ("buffers", summary.bad_buffers)):
-        parts = [part_of(array.num_bad, math.prod(array.shape)) for array in arrays]
-        texts = [f"{brief(array.name, _LONG_NAME)} ({part})" for array, part in zip(arrays, parts, strict=True)]
+        texts = [f"{brief(it.name, _LONG_NAME)} ({part_of(it.num_bad, math.prod(it.shape))})" for it in arrays]
         if texts:
             yield Fact(label, f"non-finite: {join_first(texts, _MAX_LISTED)}")
 
 
-def _and_more(rows: Sequence[object]) -> str:
-    return f"and {len(rows) - _MAX_ROWS} more" if len(rows) > _MAX_ROWS else ""
+def _first(facts: Sequence[Fact], label: str) -> list[Fact]:
+    more = Fact(label, f"and {len(facts) - _MAX_ROWS} more")
+    return [*facts[:_MAX_ROWS], *[more] * (len(facts) > _MAX_ROWS)]
 
 
 def _outline(summary: DumpSummary) -> Iterator[Fact]:
     yield Fact("file", f"{byte_size(summary.nbytes)}, {_LAYOUTS[summary.layout]}")
     yield Fact("weights", f"{plural(summary.num_weights, 'tensor')}, {plural(summary.num_parameters, 'value')}")
-    for name, value in summary.scalars[:_MAX_ROWS]:
-        yield Fact(brief(name, _NAME_WIDTH), value)
-    if more := _and_more(summary.scalars):
-        yield Fact("scalars", more)
+    yield from _first([Fact(brief(name, _NAME_WIDTH), value) for name, value in summary.scalars], "scalars")
 
 
 def _table(arrays: Sequence[ArraySummary]) -> Table:

@@ -76,3 +76,7 @@ def test_wrong_code_is_answered_with_near_ones(code, near):
         find_page(code)
     assert code in caught.value.message
     assert near in caught.value.remedy
+
+
+def test_a_code_is_found_in_any_case():
+    assert find_page("EPS-Underflow").code == "eps-underflow"

@@ -1,5 +1,6 @@
 """Broken and hostile files: each has one error that says what is wrong and what to do, whatever the file does."""
 
+import io
 import os
 import pickle
 import resource
@@ -13,6 +14,13 @@ from nandoctor.dumps.reader import read_dump
 from nandoctor.errors import DumpError
 
 PATCH_OFFSET_OF_FLAGS = 8
+
+
+def scripted():
+    """What `torch.jit.save` writes, whose code is compressed."""
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), file)
+    return file.getvalue()
 
 
 def encrypted():
@@ -107,13 +115,18 @@ FILES = {
     "empty": (lambda: b"", "the file is empty", "Copy it again"),
     "text": (lambda: b"epoch 3 loss nan\n", "a text file", "torch.save"),
     "lfs pointer": (lambda: b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer", "git lfs pull"),
-    "gzip": (lambda: b"\x1f\x8b\x08" + bytes(64), "compressed with gzip", "gunzip"),
-    "safetensors": (lambda: (64).to_bytes(8, "little") + b'{"a":{}}' + bytes(64), "safetensors", "--weights"),
+    "gzip": (lambda: b"\x1f\x8b\x08" + bytes(64), "compressed with gzip", "gunzip /.*dump.pth"),
+    "TorchScript": (scripted, "a TorchScript archive", "torch.jit.load"),
+    "safetensors": (
+        lambda: (64).to_bytes(8, "little") + b'{"a":{}}' + bytes(64),
+        "of which only weights",
+        "--weights /.*dump.pth",
+    ),
     "noise": (lambda: bytes(range(256)) * 4, "not a file that torch.save wrote", "torch.save"),
     "before torch 1.6": (
         lambda: forge.saved(forge.step(), _use_new_zipfile_serialization=False),
         "the format that torch.save wrote before torch 1.6",
-        "Save it anew",
+        "Save it anew.*weights_only=False",
     ),
     "plain pickle": (lambda: pickle.dumps({"image": [1.0]}), "a plain pickle", "torch.save"),
     # Damaged
@@ -139,7 +152,7 @@ FILES = {
     # Wants code, and holds nothing else
     "os.system": (
         lambda: forge.archive(forge.call(forge.name("posix", "system"), forge.text("touch owned"))),
-        "neither a state dict nor arrays, only: an object of posix.system",
+        "neither a state dict nor arrays, only: the dump .posix.system.",
         "state_dict",
     ),
     "protocol 4": (lambda: saved_state() and forge.saved({"a": 1}, pickle_protocol=4), "protocol 4", "pickle_protocol"),
@@ -178,7 +191,7 @@ FILES = {
     ),
     "tensor from a number": (
         lambda: forge.archive(forge.mapping(weight=forge.call(forge.name("torch", "Tensor"), forge.integer(HUGE)))),
-        "only: an object of torch.Tensor",
+        "only: weight .torch.Tensor.",
         "state_dict",
     ),
     # Sound, but not a dump
@@ -230,7 +243,13 @@ def test_code_that_a_file_names_is_not_run_beside_what_is_read(tmp_path):
     (tmp_path / "dump.pth").write_bytes(forge.archive(forge.mapping(state_dict=forge.weights(), **named)))
     dump = read_dump(tmp_path / "dump.pth")
     assert list(dump.state) == ["weight"]
-    assert dump.left_out == ("eval (a builtins.eval)", "objects (an array of O8)")
+    told = (
+        "called (posix.system)",
+        "eval (a builtins.eval)",
+        "objects (an array of O8)",
+        "model (__main__.make_model)",
+    )
+    assert dump.left_out == told
     assert not (tmp_path / "owned").exists()
 
 

@@ -6,6 +6,7 @@ import torch
 
 from nandoctor.dumps.dump import summarize
 from nandoctor.dumps.reader import read_dump
+from nandoctor.views.inspect_dump import file_blocks
 
 NAN, INF = float("nan"), float("inf")
 WEIGHTS = {"conv.weight": torch.ones(4, 3), "norm.running_mean": torch.zeros(4), "norm.weight": torch.ones(4)}
@@ -37,6 +38,12 @@ def test_a_notebook_shows_a_dump_in_one_line(tmp_path):
     path = tmp_path / "dump.pth"
     torch.save({"state_dict": {"a.weight": torch.zeros(2)}, **{f"x{i}": torch.ones(1000) for i in range(20)}}, path)
     assert repr(read_dump(path)) == f"Dump({path}: 1 weight; {', '.join(f'x{i}' for i in range(12))} and 8 more)"
+
+
+def test_failures_and_outputs_stand_first_in_a_long_list(summary_of):
+    boxes = [torch.ones(2)] * 25
+    (*_, table) = file_blocks(summary_of(boxes=boxes, logit=torch.ones(1), x=torch.tensor([NAN])))
+    assert table.columns[0].cells[:3] == ["x", "logit", "boxes.0"]
 
 
 def test_text_of_the_file_is_fit_for_a_terminal(summary_of):

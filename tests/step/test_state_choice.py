@@ -6,7 +6,8 @@ from torch import nn
 
 from nandoctor import replay
 from nandoctor.dumps.dump import summarize
-from nandoctor.dumps.reader import read_dump
+from nandoctor.dumps.reader import read_dump, read_weights
+from nandoctor.errors import DumpError
 from nandoctor.step.weights import fit_state
 
 
@@ -49,7 +50,22 @@ def test_the_state_that_fits_is_taken(tmp_path, first, second, model):
 
 def test_where_both_fit_the_usual_one_stays(tmp_path):
     dump = read(tmp_path, model=nn.Linear(4, 8).state_dict(), ema=nn.Linear(4, 8).state_dict(), x=torch.ones(2, 4))
-    assert fit_state(dump, nn.Linear(4, 8)).state_name == "model"
+    fitted = fit_state(dump, nn.Linear(4, 8))
+    assert fitted.state_name == "model"
+    assert fitted.notes == (f"The weights under 'ema' fit as well: try --weights {tmp_path / 'pair.pth'}:ema.",)
+    chosen = read_weights(f"{tmp_path / 'pair.pth'}:ema")
+    assert torch.equal(chosen["weight"], dump.other_states["ema"]["weight"])
+    with pytest.raises(DumpError, match="no weights"):
+        read_weights(f"{tmp_path / 'pair.pth'}:swa")
+
+
+def test_the_model_names_the_weights_of_a_flat_dict(tmp_path):
+    model = Generator()
+    model.register_parameter("image", nn.Parameter(torch.ones(3)))
+    model.register_buffer("steps", torch.ones(()))
+    fitted = fit_state(read(tmp_path, **model.state_dict(), x=torch.ones(2, 4)), model)
+    assert {*fitted.state} == {*model.state_dict()}
+    assert ([*fitted.arrays], fitted.scalars, [*fitted.tree]) == (["x"], {}, ["x"])
 
 
 def poisoned():

@@ -139,6 +139,7 @@ def test_the_origin_is_shown_where_it_is():
     assert (figure.axes[0].get_ylabel(), figure.axes[0].get_xlabel()) == ("height", "dimension 3")
     assert "of sample, channel, height, ?; summed over sample and channel" in figure.legends[0].get_title().get_text()
     assert title(figure) == f"{factory.fixable().headline}. div in encoder.blocks.2.attention: NaN in 288 of 65,536."
+    assert figure.legends[0].get_texts()[-1].get_text() == "8 non-finite per cell"
     image = figure.axes[0].images[0].get_array()
     assert image[11, 5] == 8
     assert image.mask[0, 0]

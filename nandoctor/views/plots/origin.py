@@ -45,7 +45,7 @@ def draw_origin(report: Report) -> Figure:
         write_finding(figure, report, f"{describe_origin(origin)}.")
         drawn = sorted({count for row in grid.counts for count in row if count})
         told = sorted({drawn[0], drawn[len(drawn) // 2], drawn[-1]})
-        legend = [Patch(color=_COUNTS(count / drawn[-1]), label=f"{count:,} non-finite") for count in told]
+        legend = [Patch(color=_COUNTS(count / drawn[-1]), label=f"{count:,} non-finite per cell") for count in told]
         write_legend(figure, legend, _describe_source(report, origin, grid))
     return figure
 
