@@ -34,23 +34,23 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_440, "tests": 30_000, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_517, "tests": 30_045, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_945,
     "autocast": 790,
     "capture": 2_495,
-    "causes": 2_701,
+    "causes": 2_710,
     "changes": 3_177,
-    "cli": 850,
+    "cli": 851,
     "diagnosis": 1_934,
     "dumps": 3_103,
-    "engine": 2_868,
+    "engine": 2_877,
     "evidence": 1_700,
-    "fixes": 4_235,
+    "fixes": 4_239,
     "fleet": 691,
     "repro_scripts": 629,
-    "step": 2_987,
+    "step": 3_041,
     "tracing": 1_664,
     "views": 2_671,
 }

@@ -39,7 +39,7 @@ from nandoctor.errors import ModelError
 from nandoctor.file_memory import cast_to_file
 from nandoctor.machine import is_out_of_memory, memory_of
 from nandoctor.source_files import package_of
-from nandoctor.step.scripts import Script, find_building
+from nandoctor.step.scripts import Script
 from nandoctor.text import brief, relative_path
 from nandoctor.torch_compat import loads_plainly, storage_of
 
@@ -51,9 +51,8 @@ OTHER_ARGUMENTS = (
     "Give the arguments that the training used (--model-arg K=V), or --no-strict to load what fits and leave the rest "
     "as the model initialises it."
 )
-AS_YOUR_CODE = "Build it as your own code does:"
 _OTHER_MODEL = "This is another model's state dict: check --model."
-_ARGUMENTS_NEEDED = (
+ARGUMENTS_NEEDED = (
     "Give the arguments it needs with --model-arg K=V, once for each; V may be an object, as in cfg=train.py:CFG. "
     "Relative paths start in the working directory."
 )
@@ -137,9 +136,7 @@ def load_state(model: nn.Module, state: _State, *, strict: bool = True, shared: 
     Raises:
         ModelError: names or shapes disagree and `strict` is set, or nothing fits.
     """
-    own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
-    own = {name: tensor for name, tensor in own.items() if name in state or not is_extra_state(name)}
-    state = {**state, **_tied(state, own)}
+    own, state = _own_and_given(model, state)
     left_out, problems = _compare(own, state)
     num_fitting = len(own) - len(left_out)
     if problems and (strict or not num_fitting):
@@ -150,11 +147,23 @@ def load_state(model: nn.Module, state: _State, *, strict: bool = True, shared: 
         )
     loaded = {name: state[name] for name in own if name not in left_out}
     if shared:
+        del own  # it holds the initial weights, which nothing else uses any more
         loaded = _share_weights(model, loaded)
-        own.clear()  # it holds the initial weights, which nothing else uses any more
     if loaded:
         _copy_state(model, loaded)
     return [f"--no-strict: {problem}" for problem in problems]
+
+
+def num_misfits(model: nn.Module, state: _State) -> int:
+    """Return how many tensors are missing, of another shape or too many in a state that has the model's names."""
+    own, state = _own_and_given(model, state)
+    return len(_compare(own, state)[0]) + len(state.keys() - own.keys())
+
+
+def _own_and_given(model: nn.Module, state: _State) -> tuple[_State, _State]:
+    own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    own = {name: tensor for name, tensor in own.items() if name in state or not is_extra_state(name)}
+    return own, {**state, **_tied(state, own)}
 
 
 def _compare(own: _State, state: _State) -> tuple[set[str], list[str]]:
@@ -251,11 +260,9 @@ def _call_factory(factory: Callable[..., Any], arguments: Mapping[str, Any], nam
     except Exception as error:
         if is_out_of_memory(error):
             raise explain_memory(f"build {name}", error) from error
-        options = find_building(name, factory)
         raise ModelError(
             f"{name}{_signature(factory)} raised {type(error).__name__}{raised_at(error)}: {error}",
-            remedy=AS_YOUR_CODE if options else _ARGUMENTS_NEEDED,
-            options=options,
+            remedy=ARGUMENTS_NEEDED,
         ) from error
     if not isinstance(model, nn.Module):
         raise ModelError(

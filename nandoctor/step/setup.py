@@ -5,11 +5,13 @@ No code below this reads a `Dump`.
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from nandoctor.engine.runner import FailingStep
 from nandoctor.engine.user_code import project_of
 from nandoctor.errors import ModelError, NanDoctorError
 from nandoctor.machine import memory_of, return_freed_memory
+from nandoctor.source_files import shown_path
 from nandoctor.step.binding import Binding, bind_inputs, find_bindings
 from nandoctor.step.calls import bind_calls, bind_loss
 from nandoctor.step.code_references import (
@@ -45,16 +48,17 @@ from nandoctor.step.code_references import (
     state_to_load,
 )
 from nandoctor.step.model_loading import (
-    AS_YOUR_CODE,
+    ARGUMENTS_NEEDED,
     OTHER_ARGUMENTS,
     ModelSource,
     Unfilled,
     build_model,
     find_attribute,
     load_state,
+    num_misfits,
 )
 from nandoctor.step.saved_arrays import SavedBatch, choose_policies, find_outputs, names_read, read_batch, weight_dtype
-from nandoctor.step.scripts import find_building, suggest_model
+from nandoctor.step.scripts import Options, find_buildings, suggest_model
 from nandoctor.step.settings import Settings
 from nandoctor.step.weights import add_casts, cast_weights, fit_state, registered_state
 from nandoctor.torch_compat import TORCH, check_torch, default_device, minor_version, other_torch
@@ -169,25 +173,29 @@ def _load_weights(code: _Code, dump: Dump, settings: Settings, device: torch.dev
         shared = memory_of(state.values()) >= _UNFILLED_NBYTES
         notes = [*load_state(code.model, state, strict=settings.strict, shared=shared), *state_notes]
     except ModelError as error:
-        raise _explain_misfit(error, code.source, settings) from error.__cause__
+        with cuda_code(device), Unfilled():
+            raise _explain_misfit(error, code, replace(dump, state=state), settings) from error.__cause__
     with cuda_code(device):  # it marked buffers as made on the host, and unmarks what is sent to the device
         code.model.to(device)
     add_casts(code.model, dump.recorded)
     return notes
 
 
-def _explain_misfit(error: ModelError, source: ModelSource | None, settings: Settings) -> ModelError:
+def _explain_misfit(error: ModelError, code: _Code, dump: Dump, settings: Settings) -> ModelError:
     """Return the error for weights that do not fit the model that the source or, without one, the dump names."""
-    if source is None:
+    if code.source is None:
         return ModelError(
             error.message,
             remedy="Name what builds the model, --model FILE.py:NAME; in the training, give Recorder the arguments of "
             "the model's class (arguments={...}) or a function that builds it (builder=FUNCTION).",
         )
-    factory = find_attribute(source, directory=settings.directory)
-    has_others = error.remedy == OTHER_ARGUMENTS and not isinstance(factory, nn.Module)
-    options = find_building(source, factory) if has_others else ()
-    return ModelError(error.message, remedy=AS_YOUR_CODE if options else error.remedy, options=options)
+    factory = find_attribute(code.source, directory=settings.directory)
+    if error.remedy != OTHER_ARGUMENTS or isinstance(factory, nn.Module):
+        return error
+    fewer_than = num_misfits(code.model, dump.state)
+    options, built = _build_as_own_code(settings.directory / str(code.source), factory, dump, settings, fewer_than)
+    remedy = f"{error.remedy} {_said_of(built)}" if options else error.remedy
+    return ModelError(error.message, remedy=remedy, options=options)
 
 
 def _take_formats(net: nn.Module, state: Mapping[str, torch.Tensor], *, is_recorded: bool) -> list[str]:
@@ -234,7 +242,7 @@ def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[
         raise ModelError(
             "The dump holds weights and arrays, not the model's code.",
             options=suggested,
-            remedy="A model with these weights is in your own code:"
+            remedy="A class with attributes of these names is in your own code:"
             if suggested
             else "Name what builds the model: --model train.py:make_model, or model=make_model in Python; or set "
             "model in [tool.nandoctor] of the project's pyproject.toml.",
@@ -242,19 +250,50 @@ def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[
     try:
         return build_model(make, settings.model_args, directory=directory), changed
     except ModelError as error:
-        net, notes = _build_as_own_code(error, named, settings)
-    return net, [*notes, *changed]
+        if error.remedy != ARGUMENTS_NEEDED:
+            raise
+        factory: Any = find_attribute(source, directory=directory) if source is not None else make
+        options, net = _build_as_own_code(directory / named, factory, dump, settings)
+        if net is None or settings.model_args:
+            remedy = _said_of(net) if options else error.remedy
+            raise ModelError(error.message, remedy=remedy, options=options) from error.__cause__
+    return net, [f"Built as your own code builds it: {shlex.join(options)}", *changed]
 
 
-def _build_as_own_code(error: ModelError, named: str, settings: Settings) -> tuple[nn.Module, list[str]]:
-    """Build the model as the file does that the user approved by naming it; raise the error if it does not show how."""
-    _, spec, *given = error.options or ("", "")
-    arguments = dict(text.split("=", 1) for text in given[1::2])
-    files = {Path(text.rpartition(":")[0]).resolve() for text in (spec, *arguments.values()) if ".py:" in text}
-    if settings.model_args or files != {Path(named.rpartition(":")[0]).resolve()}:
-        raise error
-    model = build_model(spec, {name: read_option(text) for name, text in arguments.items()})
-    return model, [f"Built as your own code builds it: {shlex.join(error.options)}"]
+_MAX_BUILDINGS = 20
+
+
+def _build_as_own_code(
+    named: Path, factory: Callable[..., Any], dump: Dump, settings: Settings, fewer_than: float = math.inf
+) -> tuple[Options, nn.Module | None]:
+    """Return how the project's own code builds what a SPEC names, and the model, if it was built.
+
+    It is built where that runs no other file than the one that the user approved by naming it. The way is returned with
+    the fewest tensors that do not fit, if they are `fewer_than` that; if none, the first way that runs another file.
+    """
+    location, _, name = str(named).rpartition(":")
+    if not location.endswith(".py"):
+        return (), None
+    file, fewest, untried = Path(location).resolve(), fewer_than, list[Options]()
+    found: tuple[Options, nn.Module] | None = None
+    bare = [("--model", f"{shown_path(file)}:{name}")] if settings.model_args else []
+    for options in islice(dict.fromkeys((*bare, *find_buildings(file, name, factory))), _MAX_BUILDINGS):
+        _, spec, *given = options
+        arguments = dict(text.split("=", 1) for text in given[1::2])
+        files = {Path(text.rpartition(":")[0]).resolve() for text in (spec, *arguments.values()) if ".py:" in text}
+        if files != {file}:
+            untried.append(options)
+            continue
+        with suppress(ModelError):
+            model = build_model(spec, {key: read_option(text) for key, text in arguments.items()})
+            count = num_misfits(model, fit_state(dump, model).state)
+            if count < fewest:
+                fewest, found = count, (options, model)
+    return found or (next(iter(untried), ()), None)
+
+
+def _said_of(built: nn.Module | None) -> str:
+    return "Build it as your own code does:" if built is None else "The weights fit the model better if it is built so:"
 
 
 def _find_bindings(dump: Dump, code: _Code, batch: SavedBatch, settings: Settings) -> list[Binding]:
