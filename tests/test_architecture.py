@@ -34,7 +34,7 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_517, "tests": 30_045, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_525, "tests": 30_060, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_945,
@@ -44,13 +44,13 @@ MAX_LINES_OF_ROOMS = {
     "changes": 3_177,
     "cli": 851,
     "diagnosis": 1_934,
-    "dumps": 3_103,
+    "dumps": 3_101,
     "engine": 2_877,
     "evidence": 1_700,
     "fixes": 4_239,
     "fleet": 691,
     "repro_scripts": 629,
-    "step": 3_041,
+    "step": 3_051,
     "tracing": 1_664,
     "views": 2_671,
 }

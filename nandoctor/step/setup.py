@@ -154,10 +154,10 @@ def _import_code(dump: Dump, source: ModelSource | None, settings: Settings, dev
             model, notes = _build(dump, source, settings)
         call = find_attribute(settings.call, directory=settings.directory)
         function = build_loss(find_attribute(settings.loss, directory=settings.directory))
-        loss, loss_notes = (
-            find_loss(dump.recorded.loss_function, dump.provenance) if function is None else (function, [])
-        )
-        updater = find_optimizer(dump.recorded.updater, dump, (source, settings.loss), settings.directory)
+        loss, loss_notes, directory, specs = function, list[str](), settings.directory, (source, settings.loss)
+        if loss is None:
+            loss, loss_notes = find_loss(dump.recorded.loss_function, dump.provenance, specs, directory)
+        updater = find_optimizer(dump.recorded.updater, dump, specs, directory)
     check_method(model, dump, settings)
     left_out = [unfilled.holds] if unfilled else []
     built = nonfinite_in(model, *left_out) if registered else {}
