@@ -34,7 +34,7 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_525, "tests": 30_060, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_502, "tests": 30_072, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_945,
@@ -42,7 +42,7 @@ MAX_LINES_OF_ROOMS = {
     "capture": 2_495,
     "causes": 2_710,
     "changes": 3_177,
-    "cli": 851,
+    "cli": 848,
     "diagnosis": 1_934,
     "dumps": 3_101,
     "engine": 2_877,
@@ -50,7 +50,7 @@ MAX_LINES_OF_ROOMS = {
     "fixes": 4_239,
     "fleet": 691,
     "repro_scripts": 629,
-    "step": 3_051,
+    "step": 3_031,
     "tracing": 1_664,
     "views": 2_671,
 }

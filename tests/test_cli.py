@@ -239,12 +239,18 @@ def test_wrong_usage_is_told_before_anything_runs(arguments, message):
         (["plot", "nowhere.pth"], "nowhere.pth"),
         (["replay", "sick.pth"], "not the model's code"),
         (["replay", "sick.pth", "--model", "Overflowing"], "does not say where to look"),
+        (
+            ["replay", "sick.pth", "--model", "models_of_the_test.py"],
+            "models_of_the_test.py defines healthy and broken.",
+        ),
+        (["replay", "sick.pth", "--model", "models_of_the_test.py:Net"], "_of_the_test.py defines healthy and broken."),
         (["replay", "sick.pth", "--model", "train.ipynb:Net"], "jupyter nbconvert --to script train.ipynb"),
         (["replay", "sick.pth", "--model", "modles_of_the_test.py:f"], "Did you mean models_of_the_test.py?"),
         (["replay", "sick.pth", "--model", "models_of_the_test.py:healthyy"], "Did you mean healthy?"),
         (["replay", "sick.pth", "--model", "models_of_the_test.py:broken"], "RuntimeError"),
         (["replay", "sick.pth", "--model", "models_of_the_test.py:healthy"], "do not fit Linear"),
         (["replay", *WELL, "--model-arg", "depth=3"], "unexpected keyword argument 'depth'"),
+        (["replay", *WELL, "--model-arg", "depth=3"], """'cfg={"width": 16}'"""),
         (["replay", *WELL, "--model-arg", "width=5"], "weight (4, 4) for (5, 5)"),
         (["replay", *WELL, "--inputs", "pixels"], "no array 'pixels'"),
         (["replay", *WELL, "--output", "pixels"], "no array 'pixels'"),
@@ -261,6 +267,12 @@ def test_an_error_is_one_message_and_what_to_do(arguments, message):
     assert rest
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
+
+
+def test_a_check_that_cannot_tell_says_why_in_lines():
+    result = run("replay", *WELL, "--model-arg", "width=5", "--check")
+    assert result.exit_code == 125
+    assert "tensors do):\n  2 of another shape" in result.stderr
 
 
 def test_a_working_directory_that_is_gone_ends_in_a_message(tmp_path, monkeypatch):

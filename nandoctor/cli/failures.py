@@ -42,10 +42,7 @@ TYPED = "nandoctor.typed"
 
 
 def remedy_for(error: NanDoctorError) -> str:
-    """Return what to do; if options are missing, the user's own command with them, to be pasted.
-
-    They say all that builds the model, so they replace what was typed for it.
-    """
+    """Return what to do; if options are missing, the user's own command with them for all that builds the model."""
     context = click.get_current_context(silent=True)
     if not error.options or context is None:
         return error.remedy

@@ -374,9 +374,9 @@ def code_rows(recorded: Recorded) -> Iterator[tuple[str, str]]:
 def approving_command(dump: Path, recorded: Recorded, *, own: bool = False) -> str:
     """Return the `nandoctor replay` command, quoted for a shell, that names all of this code by flags.
 
-    If the dump is the user's `own`, it may name files that are not in this folder.
+    If the dump is the user's `own`, it may name files that are not in this folder, where the command is to be typed.
     """
-    path = str(dump)
+    path = str(dump.resolve() if own else dump)
     words = ["nandoctor", "replay", f"./{path}" if path.startswith("-") else path]
     model, loss = recorded.model or Reference(), recorded.loss_function
     named = model.spec if _may_be_offered(model, own=own) else "FILE.py:NAME"

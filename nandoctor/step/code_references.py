@@ -84,8 +84,7 @@ def find_loss(
 ) -> tuple[Callable[..., Any] | None, list[str]]:
     """Return the loss that the user's own dump names, found as the model is, and notes.
 
-    Without a loss, return None and a note that says what to type: the loss in its file, if that is among those named. A
-    source edited since the training gets a note too.
+    Without a loss, return None and a note that says what to type. A source edited since the training gets a note too.
     """
     if reference is None:
         return None, []
@@ -192,10 +191,9 @@ def _import(reference: Reference) -> Any:
 
 
 def _needs_approval(reference: Reference, dump: Path, why: str, *, own: bool = True) -> ModelError:
-    command = approving_command(dump.resolve(), Recorded(model=reference), own=own)  # to be typed in another folder
     return ModelError(
         f"The dump names {brief(reference.spec)} as its model, and nandoctor does not import that by itself: {why}.",
-        remedy=f"If you know that code, run where it is: {command}",
+        remedy="If you know that code, run where it is: " + approving_command(dump, Recorded(model=reference), own=own),
     )
 
 

@@ -5,6 +5,7 @@ A SPEC is `package.module:attr` or `path/to/file.py:attr`.
 
 from __future__ import annotations
 
+import ast
 import copy
 import difflib
 import importlib
@@ -38,9 +39,9 @@ from nandoctor.engine.user_code import (
 from nandoctor.errors import ModelError
 from nandoctor.file_memory import cast_to_file
 from nandoctor.machine import is_out_of_memory, memory_of
-from nandoctor.source_files import package_of
+from nandoctor.source_files import package_of, parse_source
 from nandoctor.step.scripts import Script
-from nandoctor.text import brief, relative_path
+from nandoctor.text import brief, join_first, relative_path
 from nandoctor.torch_compat import loads_plainly, storage_of
 
 ModelSource = str | nn.Module | Callable[..., nn.Module]
@@ -53,8 +54,8 @@ OTHER_ARGUMENTS = (
 )
 _OTHER_MODEL = "This is another model's state dict: check --model."
 ARGUMENTS_NEEDED = (
-    "Give the arguments it needs with --model-arg K=V, once for each; V may be an object, as in cfg=train.py:CFG. "
-    "Relative paths start in the working directory."
+    "Give the arguments it needs with --model-arg K=V, once for each; V may be a Python literal, as in "
+    """'cfg={"width": 16}', or an object, as in cfg=train.py:CFG. Relative paths start in the working directory."""
 )
 _find_near = partial(difflib.get_close_matches, n=1, cutoff=0.75)
 
@@ -104,7 +105,8 @@ def find_attribute(spec: Any, *, directory: Path | None = Path()) -> Any:
     if not separator or not location or not attribute:
         raise ModelError(
             f"{spec!r} does not say where to look and what to take.",
-            remedy="Write package.module:attr or path/to/file.py:attr, for example train.py:make_model.",
+            remedy="Write package.module:attr or path/to/file.py:attr, for example train.py:make_model."
+            + _definitions((directory or Path()) / spec),
         )
     with in_project() as project:
         if directory is not None and location.endswith(".py"):
@@ -122,10 +124,18 @@ def find_attribute(spec: Any, *, directory: Path | None = Path()) -> Any:
                 public = [item for item in dir(value) if not item.startswith("_")]
                 raise ModelError(
                     f"{relative_path(location)} has no {attribute!r}.",
-                    remedy=_guess(name, public, "Check what stands after the colon."),
+                    remedy=_guess(name, public, "Check what stands after the colon.")
+                    + _definitions((directory or Path()) / location),
                 )
             value = getattr(value, name)
     return value
+
+
+def _definitions(file: Path) -> str:
+    """Return what a file defines at its top level, as a sentence to add; "" for none, or no file."""
+    body = getattr(parse_source(file), "body", ())
+    names = [it.name for it in body if isinstance(it, ast.ClassDef | ast.FunctionDef)]
+    return f" {file.name} defines {join_first(names, _MAX_NAMES_SHOWN)}." if names else ""
 
 
 def load_state(model: nn.Module, state: _State, *, strict: bool = True, shared: bool = False) -> list[str]:
@@ -136,7 +146,9 @@ def load_state(model: nn.Module, state: _State, *, strict: bool = True, shared: 
     Raises:
         ModelError: names or shapes disagree and `strict` is set, or nothing fits.
     """
-    own, state = _own_and_given(model, state)
+    own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    own = {name: tensor for name, tensor in own.items() if name in state or not is_extra_state(name)}
+    state = {**state, **_tied(state, own)}
     left_out, problems = _compare(own, state)
     num_fitting = len(own) - len(left_out)
     if problems and (strict or not num_fitting):
@@ -147,23 +159,11 @@ def load_state(model: nn.Module, state: _State, *, strict: bool = True, shared: 
         )
     loaded = {name: state[name] for name in own if name not in left_out}
     if shared:
-        del own  # it holds the initial weights, which nothing else uses any more
         loaded = _share_weights(model, loaded)
+        own.clear()  # it holds the initial weights, which nothing else uses any more
     if loaded:
         _copy_state(model, loaded)
     return [f"--no-strict: {problem}" for problem in problems]
-
-
-def num_misfits(model: nn.Module, state: _State) -> int:
-    """Return how many tensors are missing, of another shape or too many in a state that has the model's names."""
-    own, state = _own_and_given(model, state)
-    return len(_compare(own, state)[0]) + len(state.keys() - own.keys())
-
-
-def _own_and_given(model: nn.Module, state: _State) -> tuple[_State, _State]:
-    own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
-    own = {name: tensor for name, tensor in own.items() if name in state or not is_extra_state(name)}
-    return own, {**state, **_tied(state, own)}
 
 
 def _compare(own: _State, state: _State) -> tuple[set[str], list[str]]:
@@ -261,7 +261,7 @@ def _call_factory(factory: Callable[..., Any], arguments: Mapping[str, Any], nam
         if is_out_of_memory(error):
             raise explain_memory(f"build {name}", error) from error
         raise ModelError(
-            f"{name}{_signature(factory)} raised {type(error).__name__}{raised_at(error)}: {error}",
+            f"{relative_path(name)}{_signature(factory)} raised {type(error).__name__}{raised_at(error)}: {error}",
             remedy=ARGUMENTS_NEEDED,
         ) from error
     if not isinstance(model, nn.Module):

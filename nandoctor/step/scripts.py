@@ -122,8 +122,8 @@ class Script:
                 raise explain_memory(f"import {shown}", error) from error
             raise ModelError(
                 f"Line {statement.node.lineno} of {shown} raised {type(error).__name__}{raised_at(error)}: {error}",
-                remedy=f"{name} needs that line: move {name} to a file without it. Named as a module, "
-                f"{Path(shown).stem}:{name}, the whole script is run, training included.",
+                remedy=f"{name} needs that line: move {name} to a file without it, or name its class. Named as a "
+                f"module, {Path(shown).stem}:{name}, the whole script is run, training included.",
             ) from error
 
     def _add_local(self, name: str) -> None:
@@ -315,21 +315,13 @@ def suggest_model(weights: Iterable[str], folder: Path) -> Options:
     """
     needed = {unwrapped_name(name).partition(".")[0] for name in weights}
     for path in [*sorted(folder.glob("*.py")), *sorted(folder.glob("*/*.py"))][:_MAX_FILES]:
-        tree = parse_source(path)
-        for node in tree.body if tree is not None else ():
-            if isinstance(node, ast.ClassDef) and needed <= set(map(_attribute_set, ast.walk(node))):
+        for node in getattr(parse_source(path), "body", ()):
+            inner = list(ast.walk(node))
+            stored = {it.attr for it in inner if isinstance(it, ast.Attribute) and isinstance(it.ctx, ast.Store)}
+            stored |= {str(it.value) for it in inner if isinstance(it, ast.Constant)}  # register_buffer("steps", ...)
+            if isinstance(node, ast.ClassDef) and needed <= stored:
                 return "--model", f"{shown_path(path)}:{node.name}"
     return ()
-
-
-def _attribute_set(node: ast.AST) -> str | None:
-    """Return the attribute that a node sets, also by a method: `self.register_buffer("steps", ...)`."""
-    match node:
-        case ast.Attribute(attr=name, ctx=ast.Store()):
-            return name
-        case ast.Call(func=ast.Attribute(value=ast.Name(id="self")), args=[ast.Constant(value=str(name)), *_]):
-            return name
-    return None
 
 
 def _makers_of(name: str, tree: ast.Module) -> list[str]:
@@ -340,11 +332,6 @@ def _makers_of(name: str, tree: ast.Module) -> list[str]:
 
 
 def _find_options(path: Path, tree: ast.Module, file: Path, name: str, parameters: Sequence[str]) -> Iterator[Options]:
-    """Yield the variables of a file that hold what a call of `name` makes, then the calls, as options.
-
-    A variable of another file than the named one is left out where its call has plain arguments: options give these
-    to the named class, and no other file has to run.
-    """
     top = list(_flattened(tree.body))
     statements = [*top, *(node for function, _ in _runnable(top) for node in function.body)]
     assigned, known = list[tuple[str, ast.expr]](), set[str]()
@@ -367,6 +354,7 @@ def _find_options(path: Path, tree: ast.Module, file: Path, name: str, parameter
         return "--model", f"{shown_path(file)}:{name}", *arguments
 
     calls = _calls_of(name, tree)
+    # What has plain arguments is built without the file of its variable, which the user may not have approved.
     elsewhere = [call for call in calls if path != file and (options := typed(call)) and ".py:" not in str(options[2:])]
     for variable, made in assigned:
         if isinstance(made, ast.Call) and made not in elsewhere and _calls_of(name, made):  # not a table of several

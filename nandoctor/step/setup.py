@@ -55,16 +55,16 @@ from nandoctor.step.model_loading import (
     build_model,
     find_attribute,
     load_state,
-    num_misfits,
 )
 from nandoctor.step.saved_arrays import SavedBatch, choose_policies, find_outputs, names_read, read_batch, weight_dtype
 from nandoctor.step.scripts import Options, find_buildings, suggest_model
 from nandoctor.step.settings import Settings
-from nandoctor.step.weights import add_casts, cast_weights, fit_state, registered_state
+from nandoctor.step.weights import add_casts, cast_weights, fit_state, num_misfits, registered_state
 from nandoctor.torch_compat import TORCH, check_torch, default_device, minor_version, other_torch
 from nandoctor.tracing.tensor_stats import all_finite, format_of
 
 NUM_EXTRA_SEEDS = 3
+_MAX_BUILDINGS = 20
 _UNFILLED_NBYTES = 16 << 20
 """The size of weights from which on it pays not to draw initial values that the dump replaces."""
 
@@ -153,11 +153,11 @@ def _import_code(dump: Dump, source: ModelSource | None, settings: Settings, dev
         with unfilled or nullcontext(), registered_state() as registered:
             model, notes = _build(dump, source, settings)
         call = find_attribute(settings.call, directory=settings.directory)
-        function = build_loss(find_attribute(settings.loss, directory=settings.directory))
-        loss, loss_notes, directory, specs = function, list[str](), settings.directory, (source, settings.loss)
+        loss, loss_notes = build_loss(find_attribute(settings.loss, directory=settings.directory)), list[str]()
+        named = (source, settings.loss), settings.directory
         if loss is None:
-            loss, loss_notes = find_loss(dump.recorded.loss_function, dump.provenance, specs, directory)
-        updater = find_optimizer(dump.recorded.updater, dump, specs, directory)
+            loss, loss_notes = find_loss(dump.recorded.loss_function, dump.provenance, *named)
+        updater = find_optimizer(dump.recorded.updater, dump, *named)
     check_method(model, dump, settings)
     left_out = [unfilled.holds] if unfilled else []
     built = nonfinite_in(model, *left_out) if registered else {}
@@ -192,10 +192,8 @@ def _explain_misfit(error: ModelError, code: _Code, dump: Dump, settings: Settin
     factory = find_attribute(code.source, directory=settings.directory)
     if error.remedy != OTHER_ARGUMENTS or isinstance(factory, nn.Module):
         return error
-    fewer_than = num_misfits(code.model, dump.state)
-    options, built = _build_as_own_code(settings.directory / str(code.source), factory, dump, settings, fewer_than)
-    remedy = f"{error.remedy} {_said_of(built)}" if options else error.remedy
-    return ModelError(error.message, remedy=remedy, options=options)
+    named = settings.directory / str(code.source)
+    return _build_as_own_code(error, named, factory, dump, settings, num_misfits(dump, code.model))[0]
 
 
 def _take_formats(net: nn.Module, state: Mapping[str, torch.Tensor], *, is_recorded: bool) -> list[str]:
@@ -253,47 +251,36 @@ def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[
         if error.remedy != ARGUMENTS_NEEDED:
             raise
         factory: Any = find_attribute(source, directory=directory) if source is not None else make
-        options, net = _build_as_own_code(directory / named, factory, dump, settings)
+        told, net = _build_as_own_code(error, directory / named, factory, dump, settings)
         if net is None or settings.model_args:
-            remedy = _said_of(net) if options else error.remedy
-            raise ModelError(error.message, remedy=remedy, options=options) from error.__cause__
-    return net, [f"Built as your own code builds it: {shlex.join(options)}", *changed]
-
-
-_MAX_BUILDINGS = 20
+            raise told from error.__cause__
+    return net, [f"Built as your own code builds it: {shlex.join(told.options)}", *changed]
 
 
 def _build_as_own_code(
-    named: Path, factory: Callable[..., Any], dump: Dump, settings: Settings, fewer_than: float = math.inf
-) -> tuple[Options, nn.Module | None]:
-    """Return how the project's own code builds what a SPEC names, and the model, if it was built.
+    error: ModelError, named: Path, factory: Callable[..., Any], dump: Dump, settings: Settings, most: float = math.inf
+) -> tuple[ModelError, nn.Module | None]:
+    """Return the error with how the project's own code builds what a SPEC names, and the model, if it was built.
 
-    It is built where that runs no other file than the one that the user approved by naming it. The way is returned with
-    the fewest tensors that do not fit, if they are `fewer_than` that; if none, the first way that runs another file.
+    It is built where that runs no other file than the one that the user approved by naming it. The way is told in which
+    the fewest tensors do not fit, if fewer than `most`; if there is none, the first way that runs another file.
     """
     location, _, name = str(named).rpartition(":")
-    if not location.endswith(".py"):
-        return (), None
-    file, fewest, untried = Path(location).resolve(), fewer_than, list[Options]()
-    found: tuple[Options, nn.Module] | None = None
+    file, said, found, net = Path(location).resolve(), "", Options(), None
     bare = [("--model", f"{shown_path(file)}:{name}")] if settings.model_args else []
-    for options in islice(dict.fromkeys((*bare, *find_buildings(file, name, factory))), _MAX_BUILDINGS):
+    ways = dict.fromkeys((*bare, *find_buildings(file, name, factory))) if file.suffix == ".py" else ()
+    for options in islice(ways, _MAX_BUILDINGS):
         _, spec, *given = options
         arguments = dict(text.split("=", 1) for text in given[1::2])
         files = {Path(text.rpartition(":")[0]).resolve() for text in (spec, *arguments.values()) if ".py:" in text}
-        if files != {file}:
-            untried.append(options)
-            continue
-        with suppress(ModelError):
-            model = build_model(spec, {key: read_option(text) for key, text in arguments.items()})
-            count = num_misfits(model, fit_state(dump, model).state)
-            if count < fewest:
-                fewest, found = count, (options, model)
-    return found or (next(iter(untried), ()), None)
-
-
-def _said_of(built: nn.Module | None) -> str:
-    return "Build it as your own code does:" if built is None else "The weights fit the model better if it is built so:"
+        if files == {file}:
+            with suppress(ModelError):
+                model = build_model(spec, {key: read_option(text) for key, text in arguments.items()})
+                if (count := num_misfits(dump, model)) < most:
+                    said, most, found, net = "The weights fit the model better, built so:", count, options, model
+        elif not found:
+            said, found = "Build it as your own code does:", options
+    return ModelError(error.message, remedy=f"{error.remedy} {said}", options=found), net
 
 
 def _find_bindings(dump: Dump, code: _Code, batch: SavedBatch, settings: Settings) -> list[Binding]:
