@@ -48,15 +48,13 @@ LOST = ("lost.pth", "--model", "models_of_the_test.py:healthy")
 WELL = ("well.pth", "--model", "models_of_the_test.py:healthy")
 
 
-@pytest.mark.parametrize(
-    "given", [[], ["--model", "models_of_the_test.py:Made"], ["--model=models_of_the_test.py:Made"]]
-)
+@pytest.mark.parametrize("given", [["--model", "models_of_the_test.py:Made"], ["--model=models_of_the_test.py:Made"]])
 def test_an_error_prints_the_whole_command_with_what_it_lacks(given, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"state_dict": {"stem.weight": torch.ones(1)}, "image": IMAGE}, "my dump.pth")
     made = "from torch import nn\nclass Made(nn.Module):\n    def __init__(self, width): self.stem = width\n"
     (tmp_path / "models_of_the_test.py").write_text(made)
-    (tmp_path / "other.py").write_text("from models_of_the_test import Made\nopen('ran', 'w')\nnet = Made(4)\n")
+    (tmp_path / "other.py").write_text("from models_of_the_test import Made\nopen('ran', 'w')\nnet = Made(max(4, 3))\n")
     result = run("replay", "my dump.pth", *given, "--json")
     assert (result.exit_code, (tmp_path / "ran").exists()) == (1, False)
     assert result.stderr.splitlines()[-1] == "  nandoctor replay 'my dump.pth' --json --model other.py:net"
@@ -240,12 +238,18 @@ def test_wrong_usage_is_told_before_anything_runs(arguments, message):
         (["plot", "nowhere.pth"], "nowhere.pth"),
         (["replay", "sick.pth"], "not the model's code"),
         (["replay", "sick.pth", "--model", "Overflowing"], "does not say where to look"),
+        (
+            ["replay", "sick.pth", "--model", "models_of_the_test.py"],
+            "models_of_the_test.py defines healthy and broken.",
+        ),
+        (["replay", "sick.pth", "--model", "models_of_the_test.py:Net"], "_of_the_test.py defines healthy and broken."),
         (["replay", "sick.pth", "--model", "train.ipynb:Net"], "jupyter nbconvert --to script train.ipynb"),
         (["replay", "sick.pth", "--model", "modles_of_the_test.py:f"], "Did you mean models_of_the_test.py?"),
         (["replay", "sick.pth", "--model", "models_of_the_test.py:healthyy"], "Did you mean healthy?"),
         (["replay", "sick.pth", "--model", "models_of_the_test.py:broken"], "RuntimeError"),
         (["replay", "sick.pth", "--model", "models_of_the_test.py:healthy"], "do not fit Linear"),
         (["replay", *WELL, "--model-arg", "depth=3"], "unexpected keyword argument 'depth'"),
+        (["replay", *WELL, "--model-arg", "depth=3"], """'cfg={"width": 16}'"""),
         (["replay", *WELL, "--model-arg", "width=5"], "weight (4, 4) for (5, 5)"),
         (["replay", *WELL, "--inputs", "pixels"], "no array 'pixels'"),
         (["replay", *WELL, "--output", "pixels"], "no array 'pixels'"),
@@ -267,6 +271,12 @@ def test_an_error_is_one_message_and_what_to_do(arguments, message):
 def test_permission_to_read_is_not_a_matter_of_usage(monkeypatch):
     monkeypatch.setattr("os.access", lambda *_: False)  # of root, everything can be read
     assert run("inspect", "well.pth").exit_code == 0
+
+
+def test_a_check_that_cannot_tell_says_why_in_lines():
+    result = run("replay", *WELL, "--model-arg", "width=5", "--check")
+    assert result.exit_code == 125
+    assert "tensors do):\n  2 of another shape" in result.stderr
 
 
 def test_a_working_directory_that_is_gone_ends_in_a_message(tmp_path, monkeypatch):

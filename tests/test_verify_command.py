@@ -227,7 +227,7 @@ def test_a_loss_that_is_not_replayed_cannot_be_told(project):
     edit(project, old="1e-4", new="1e-3")
     result = run("verify", dump)
     assert result.exit_code == 125
-    assert "which is not in the file" in words(result.stdout)
+    assert "which was not replayed" in words(result.stdout)
     assert "--loss FILE.py:NAME" in result.stdout
     case = nandoctor.replay(dump)
     assert (case.verdict, case.finite) == ("cannot-tell", False)

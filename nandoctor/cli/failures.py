@@ -42,21 +42,21 @@ TYPED = "nandoctor.typed"
 
 
 def remedy_for(error: NanDoctorError) -> str:
-    """Return what to do; if options are missing, the user's own command with them, to be pasted."""
+    """Return what to do; if options are missing, the user's own command with them for all that builds the model."""
     context = click.get_current_context(silent=True)
     if not error.options or context is None:
         return error.remedy
-    command = shlex.join(["nandoctor", *_without(context.meta[TYPED], error.options[0]), *error.options])
+    command = shlex.join(["nandoctor", *_without(context.meta[TYPED], ("--model", "--model-arg")), *error.options])
     return f"{error.remedy.removesuffix(shlex.join(error.options)).rstrip()}\n  {command}"
 
 
-def _without(typed: Sequence[str], flag: str) -> Iterator[str]:
-    """Yield the words of a command without an option and its value."""
+def _without(typed: Sequence[str], flags: Sequence[str]) -> Iterator[str]:
+    """Yield the words of a command without these options and their values."""
     words = iter(typed)
     for word in words:
-        if word == flag:
+        if word in flags:
             next(words, None)
-        elif not word.startswith(f"{flag}="):
+        elif word.partition("=")[0] not in flags:
             yield word
 
 
@@ -100,8 +100,6 @@ def exit_code_answers() -> Iterator[None]:
         yield
     except Exception as error:
         discard_output()
-        from nandoctor.text import printable
-
         if not isinstance(error, BrokenPipeError):  # the reader of the output has gone
-            tell(f"nandoctor: cannot tell: {printable(getattr(error, 'message', repr(error)))}")
+            tell(f"nandoctor: cannot tell: {getattr(error, 'message', repr(error))}")
         sys.exit(EXIT_CANNOT_TELL)

@@ -48,7 +48,7 @@ def find_gaps(trace: Trace, flags: SavedFlags, reproduction: Reproduction, *, ha
     elif flags.gradients and not has_loss:
         yield Gap(
             text="The step's gradients were non-finite. The output is finite, and the backward pass was not run: the "
-            "loss is not in the file.",
+            "loss is not known.",
             remedy=_PASS_LOSS,
         )
     elif flags.gradients and flags.num_ranks > 1 and not trace.bad_gradients:
@@ -146,9 +146,9 @@ def _describe_loss(value: float, reproduction: Reproduction) -> str:
     if reproduction.grade in ("exact", "same-mask"):
         return (
             f"The step's loss was {written}. The model's output is finite, so the {written} comes from the loss, which "
-            "is not in the file."
+            "was not replayed."
         )
-    return f"The step's loss was {written}, and the loss is not in the file. The replayed output is finite."
+    return f"The step's loss was {written}, and the loss was not replayed. The replayed output is finite."
 
 
 def judge_unfailing(verdict: Verdict, gaps: tuple[Gap, ...], flags: SavedFlags) -> Verdict:

@@ -371,16 +371,14 @@ def code_rows(recorded: Recorded) -> Iterator[tuple[str, str]]:
 def approving_command(dump: Path, recorded: Recorded, *, own: bool = False) -> str:
     """Return the `nandoctor replay` command, quoted for a shell, that names all of this code by flags.
 
-    If the dump is the user's `own`, it may name files that are not in this folder.
+    If the dump is the user's `own`, it may name files that are not in this folder, where the command is to be typed.
     """
-    path = str(dump)
+    path = str(dump.resolve() if own else dump)
     words = ["nandoctor", "replay", f"./{path}" if path.startswith("-") else path]
     model, loss = recorded.model or Reference(), recorded.loss_function
-    needs_function = holds_objects(model.arguments) and model.configuration is None
-    is_typable = _may_be_offered(model, own=own) and not needs_function
-    named = model.spec if is_typable else "FILE.py:NAME"
+    named = model.spec if _may_be_offered(model, own=own) else "FILE.py:NAME"
     words += ["--model", named.replace("__main__:", "FILE.py:")]  # a notebook's code, once it is saved to a file
-    if not holds_objects(model.arguments):  # else a function has to make them, or the model fills its configuration
+    if not holds_objects(model.arguments):  # else its own code makes them, or the model fills its configuration
         typed = ((name, as_option(value)) for name, value in model.arguments.items() if str(name).isidentifier())
         words += [word for name, text in typed if text is not None for word in ("--model-arg", f"{name}={text}")]
     if loss is not None and _may_be_offered(loss, own=own, assigned=True):

@@ -323,7 +323,7 @@ def _checked(loss: Callable[..., Any], make: _MakeBatch, returned: str) -> Calla
             raise LossError(
                 f"The loss function raised {raised} (its batch {names or f'is a {type(batch).__name__}'}).",
                 remedy="To replay the backward pass, name with --loss FILE.py:NAME a function (output, batch) -> "
-                f"scalar; output is {returned}.",
+                f"scalar, which is not a method that needs self; output is {returned}.",
             ) from error
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             return value

@@ -25,7 +25,7 @@ from nandoctor.dumps.recorded_format import Recorded, Reference, approving_comma
 from nandoctor.dumps.signature import Provenance
 from nandoctor.dumps.trees import is_plain_data
 from nandoctor.errors import ModelError, UnapprovedCodeError
-from nandoctor.source_files import defines_code, find_typed, hash_of
+from nandoctor.source_files import defines_code, find_typed, hash_of, shown_path
 from nandoctor.step.argument_objects import Source, find_standard, make_argument, make_config
 from nandoctor.step.model_loading import ModelSource, build_model, find_attribute
 from nandoctor.step.settings import Settings
@@ -79,14 +79,16 @@ def fill_config(source: ModelSource, reference: Reference | None, directory: Pat
     return lambda: found(make_config(kind, described["config"], str(described.get("attention"))))
 
 
-def find_loss(reference: Reference | None, provenance: Provenance) -> tuple[Callable[..., Any] | None, list[str]]:
+def find_loss(
+    reference: Reference | None, provenance: Provenance, named: Iterable[Any], directory: Path
+) -> tuple[Callable[..., Any] | None, list[str]]:
     """Return the loss that the user's own dump names, found as the model is, and notes.
 
     Without a loss, return None and a note that says what to type. A source edited since the training gets a note too.
     """
     if reference is None:
         return None, []
-    command = f"to replay the backward pass, {_name_of_loss(reference)}"
+    command = f"to replay the backward pass, {_name_of_loss(reference, _file_named(reference, named, directory))}"
     if why := _why_not_imported(reference, provenance):
         return None, [f"The loss that the file names was not run: {why}; {command}."]
     found = _import(reference)
@@ -105,14 +107,20 @@ def find_optimizer(
     if reference is None:
         return None
     found = getattr(torch.optim, reference.name, None) if reference.module.startswith("torch.optim.") else None
-    specs = (spec.rpartition(":")[0] for spec in named if isinstance(spec, str))
-    files = (file for file in specs if file.endswith(".py") and hash_of(directory / file) == reference.sha256)
+    file = _file_named(reference, named, directory)
     with suppress(ModelError):
-        if file := next(files, None):
-            found = find_attribute(f"{file}:{reference.name}", directory=directory)
+        if file and hash_of(Path(file)) == reference.sha256:
+            found = find_attribute(f"{file}:{reference.name}")
         elif found is None and dump.provenance.own:
             found = _import_source(reference, dump.path, dump.provenance)
     return found if isinstance(found, type) and issubclass(found, torch.optim.Optimizer) else None
+
+
+def _file_named(reference: Reference, named: Iterable[Any], directory: Path) -> str:
+    """Return the reference's file as one of the user's SPECs names it, wherever it is now; "" if none does."""
+    parts = Path(reference.file).parts
+    files = (directory / spec.rpartition(":")[0] for spec in named if isinstance(spec, str))
+    return next((shown_path(file) for file in files if parts and file.resolve().parts[-len(parts) :] == parts), "")
 
 
 def build_loss(found: Any) -> Any:
@@ -132,11 +140,11 @@ def build_loss(found: Any) -> Any:
         ) from error
 
 
-def _name_of_loss(reference: Reference) -> str:
-    """Return the instruction that tells the user how to pass the loss."""
+def _name_of_loss(reference: Reference, file: str) -> str:
+    """Return the instruction that tells the user how to pass the loss, which is in that file, if it is not ""."""
     if reference.can_be_named:
-        return f"add --loss {shlex.quote(brief(reference.spec))}"
-    file = brief(reference.file or "FILE.py")
+        return f"add --loss {shlex.quote(brief(f'{file}:{reference.name}' if file else reference.spec))}"
+    file = brief(file or reference.file or "FILE.py")
     spec = shlex.quote(f"{file}:loss_of")
     return f"write it as def loss_of(output, batch) at the top level of {file}, and add --loss {spec}"
 

@@ -5,6 +5,7 @@ A SPEC is `package.module:attr` or `path/to/file.py:attr`.
 
 from __future__ import annotations
 
+import ast
 import copy
 import difflib
 import importlib
@@ -38,9 +39,9 @@ from nandoctor.engine.user_code import (
 from nandoctor.errors import ModelError
 from nandoctor.file_memory import cast_to_file
 from nandoctor.machine import is_out_of_memory, memory_of
-from nandoctor.source_files import package_of
-from nandoctor.step.scripts import Script, find_building
-from nandoctor.text import brief, relative_path
+from nandoctor.source_files import package_of, parse_source
+from nandoctor.step.scripts import Script
+from nandoctor.text import brief, join_first, relative_path
 from nandoctor.torch_compat import loads_plainly, storage_of
 
 ModelSource = str | nn.Module | Callable[..., nn.Module]
@@ -51,11 +52,10 @@ OTHER_ARGUMENTS = (
     "Give the arguments that the training used (--model-arg K=V), or --no-strict to load what fits and leave the rest "
     "as the model initialises it."
 )
-AS_YOUR_CODE = "Build it as your own code does:"
 _OTHER_MODEL = "This is another model's state dict: check --model."
-_ARGUMENTS_NEEDED = (
-    "Give the arguments it needs with --model-arg K=V, once for each; V may be an object, as in cfg=train.py:CFG. "
-    "Relative paths start in the working directory."
+ARGUMENTS_NEEDED = (
+    "Give the arguments it needs with --model-arg K=V, once for each; V may be a Python literal, as in "
+    """'cfg={"width": 16}', or an object, as in cfg=train.py:CFG. Relative paths start in the working directory."""
 )
 _find_near = partial(difflib.get_close_matches, n=1, cutoff=0.75)
 
@@ -105,7 +105,8 @@ def find_attribute(spec: Any, *, directory: Path | None = Path()) -> Any:
     if not separator or not location or not attribute:
         raise ModelError(
             f"{spec!r} does not say where to look and what to take.",
-            remedy="Write package.module:attr or path/to/file.py:attr, for example train.py:make_model.",
+            remedy="Write package.module:attr or path/to/file.py:attr, for example train.py:make_model."
+            + _definitions((directory or Path()) / spec),
         )
     with in_project() as project:
         if directory is not None and location.endswith(".py"):
@@ -123,10 +124,18 @@ def find_attribute(spec: Any, *, directory: Path | None = Path()) -> Any:
                 public = [item for item in dir(value) if not item.startswith("_")]
                 raise ModelError(
                     f"{relative_path(location)} has no {attribute!r}.",
-                    remedy=_guess(name, public, "Check what stands after the colon."),
+                    remedy=_guess(name, public, "Check what stands after the colon.")
+                    + _definitions((directory or Path()) / location),
                 )
             value = getattr(value, name)
     return value
+
+
+def _definitions(file: Path) -> str:
+    """Return what a file defines at its top level, as a sentence to add; "" for none, or no file."""
+    body = getattr(parse_source(file), "body", ())
+    names = [it.name for it in body if isinstance(it, ast.ClassDef | ast.FunctionDef)]
+    return f" {file.name} defines {join_first(names, _MAX_NAMES_SHOWN)}." if names else ""
 
 
 def load_state(model: nn.Module, state: _State, *, strict: bool = True, shared: bool = False) -> list[str]:
@@ -251,11 +260,9 @@ def _call_factory(factory: Callable[..., Any], arguments: Mapping[str, Any], nam
     except Exception as error:
         if is_out_of_memory(error):
             raise explain_memory(f"build {name}", error) from error
-        options = find_building(name, factory)
         raise ModelError(
-            f"{name}{_signature(factory)} raised {type(error).__name__}{raised_at(error)}: {error}",
-            remedy=AS_YOUR_CODE if options else _ARGUMENTS_NEEDED,
-            options=options,
+            f"{relative_path(name)}{_signature(factory)} raised {type(error).__name__}{raised_at(error)}: {error}",
+            remedy=ARGUMENTS_NEEDED,
         ) from error
     if not isinstance(model, nn.Module):
         raise ModelError(

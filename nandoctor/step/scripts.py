@@ -122,8 +122,8 @@ class Script:
                 raise explain_memory(f"import {shown}", error) from error
             raise ModelError(
                 f"Line {statement.node.lineno} of {shown} raised {type(error).__name__}{raised_at(error)}: {error}",
-                remedy=f"{name} needs that line: move {name} to a file without it. Named as a module, "
-                f"{Path(shown).stem}:{name}, the whole script is run, training included.",
+                remedy=f"{name} needs that line: move {name} to a file without it, or name its class. Named as a "
+                f"module, {Path(shown).stem}:{name}, the whole script is run, training included.",
             ) from error
 
     def _add_local(self, name: str) -> None:
@@ -291,48 +291,36 @@ Options = tuple[str, ...]
 """The options of a command that name the code which builds a model."""
 
 
-def find_building(spec: Any, factory: Callable[..., Any]) -> Options:
-    """Return how the project's own code builds what `factory` does, which a SPEC names; () if it does not show that."""
-    location, _, name = spec.rpartition(":") if isinstance(spec, str) else ("", "", "")
-    if not location.endswith(".py"):
-        return ()
-    try:
-        parameters = list(inspect.signature(factory).parameters)
-    except (TypeError, ValueError):  # a factory made by C code has no signature
-        return ()
-    return _find_call(Path(location).resolve(), name, parameters)
+def find_buildings(file: Path, name: str, factory: Callable[..., Any]) -> Iterator[Options]:
+    """Yield how the project builds what `factory` does, which has this name in a file: as options, for each call.
 
-
-def suggest_model(weights: Iterable[str], folder: Path) -> Options:
-    """Return the options that build the first class in the folder's files that sets all attributes that weights need.
-
-    Weights are named by the attributes of their model: `encoder.0.weight`.
-    """
-    needed = {unwrapped_name(name).partition(".")[0] for name in weights}
-    for path in [*sorted(folder.glob("*.py")), *sorted(folder.glob("*/*.py"))][:_MAX_FILES]:
-        tree = parse_source(path)
-        for node in tree.body if tree is not None else ():
-            attributes = (inner for inner in ast.walk(node) if isinstance(inner, ast.Attribute))
-            stored = {inner.attr for inner in attributes if isinstance(inner.ctx, ast.Store)}
-            if isinstance(node, ast.ClassDef) and needed <= stored:
-                file = path.resolve()
-                return _find_call(file, node.name, []) or ("--model", f"{shown_path(file)}:{node.name}")
-    return ()
-
-
-def _find_call(file: Path, name: str, parameters: Sequence[str]) -> Options:
-    """Return the options that build `name` of a file as a call in that file does, or else in a file beside it.
-
-    If the only calls are in functions that return what they make, return how the first of these is called.
+    The calls in that file come first, then those beside it, then those of functions that return what such a call makes.
     """
     paths = [file, *sorted(path for path in file.parent.glob("*.py") if path != file)[:_MAX_FILES]]
     trees = [(path, tree) for path in paths if (tree := parse_source(path)) is not None]
-    names = [name]
+    names, parameters = [name], list[str]()
+    with suppress(TypeError, ValueError):  # what is made by C code has no signature
+        parameters += inspect.signature(factory).parameters
     for made in names:
         for path, tree in trees:
-            for options in _find_options(path, tree, file, made, parameters if made == name else ()):
-                return options
+            yield from _find_options(path, tree, file, made, parameters if made == name else ())
         names += [maker for _, tree in trees for maker in _makers_of(made, tree) if maker not in names]
+
+
+def suggest_model(weights: Iterable[str], folder: Path) -> Options:
+    """Return the options that name the first class in the folder's files that sets all attributes that weights need.
+
+    Weights are named by the attributes of their model: `encoder.0.weight`. Which arguments give their shapes is seen
+    once the class may run.
+    """
+    needed = {unwrapped_name(name).partition(".")[0] for name in weights}
+    for path in [*sorted(folder.glob("*.py")), *sorted(folder.glob("*/*.py"))][:_MAX_FILES]:
+        for node in getattr(parse_source(path), "body", ()):
+            inner = list(ast.walk(node))
+            stored = {it.attr for it in inner if isinstance(it, ast.Attribute) and isinstance(it.ctx, ast.Store)}
+            stored |= {str(it.value) for it in inner if isinstance(it, ast.Constant)}  # register_buffer("steps", ...)
+            if isinstance(node, ast.ClassDef) and needed <= stored:
+                return "--model", f"{shown_path(path)}:{node.name}"
     return ()
 
 
@@ -346,24 +334,32 @@ def _makers_of(name: str, tree: ast.Module) -> list[str]:
 def _find_options(path: Path, tree: ast.Module, file: Path, name: str, parameters: Sequence[str]) -> Iterator[Options]:
     top = list(_flattened(tree.body))
     statements = [*top, *(node for function, _ in _runnable(top) for node in function.body)]
-    known = set[str]()
+    assigned, known = list[tuple[str, ast.expr]](), set[str]()
     for statement in statements:
         match statement:
             case ast.Assign(targets=[target], value=value):
-                for variable, made in _pairs(target, value):
-                    known.add(variable)
-                    if isinstance(made, ast.Call) and _calls_of(name, made):  # not a table of several
-                        yield "--model", f"{shown_path(path)}:{variable}"
+                assigned += _pairs(target, value)
             case ast.ClassDef(name=target):
                 known.add(target)
             case ast.ImportFrom(names=aliases):
                 known |= {alias.asname or alias.name for alias in aliases}
-    for call in _calls_of(name, tree):
+    known |= {variable for variable, _ in assigned}
+
+    def typed(call: ast.Call) -> Options:
         given = [*zip(parameters, call.args, strict=False), *((it.arg, it.value) for it in call.keywords)]
         texts = [(key, _text_of(value, path, known)) for key, value in given]
-        if given and all(key and text for key, text in texts):
-            arguments = [word for key, text in texts for word in ("--model-arg", f"{key}={text}")]
-            yield "--model", f"{shown_path(file)}:{name}", *arguments
+        if len(given) < len(call.args) + len(call.keywords) or not all(key and text for key, text in texts):
+            return ()
+        arguments = [word for key, text in texts for word in ("--model-arg", f"{key}={text}")]
+        return "--model", f"{shown_path(file)}:{name}", *arguments
+
+    calls = _calls_of(name, tree)
+    # What has plain arguments is built without the file of its variable, which the user may not have approved.
+    elsewhere = [call for call in calls if path != file and (options := typed(call)) and ".py:" not in str(options[2:])]
+    for variable, made in assigned:
+        if isinstance(made, ast.Call) and made not in elsewhere and _calls_of(name, made):  # not a table of several
+            yield "--model", f"{shown_path(path)}:{variable}"
+    yield from filter(None, map(typed, calls))
 
 
 def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:

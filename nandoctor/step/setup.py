@@ -5,11 +5,13 @@ No code below this reads a `Dump`.
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from nandoctor.engine.runner import FailingStep
 from nandoctor.engine.user_code import project_of
 from nandoctor.errors import ModelError, NanDoctorError
 from nandoctor.machine import memory_of, return_freed_memory
+from nandoctor.source_files import shown_path
 from nandoctor.step.binding import Binding, bind_inputs, find_bindings
 from nandoctor.step.calls import bind_calls, bind_loss
 from nandoctor.step.code_references import (
@@ -45,7 +48,7 @@ from nandoctor.step.code_references import (
     state_to_load,
 )
 from nandoctor.step.model_loading import (
-    AS_YOUR_CODE,
+    ARGUMENTS_NEEDED,
     OTHER_ARGUMENTS,
     ModelSource,
     Unfilled,
@@ -54,13 +57,14 @@ from nandoctor.step.model_loading import (
     load_state,
 )
 from nandoctor.step.saved_arrays import SavedBatch, choose_policies, find_outputs, names_read, read_batch, weight_dtype
-from nandoctor.step.scripts import find_building, suggest_model
+from nandoctor.step.scripts import Options, find_buildings, suggest_model
 from nandoctor.step.settings import Settings
-from nandoctor.step.weights import add_casts, cast_weights, fit_state, registered_state
+from nandoctor.step.weights import add_casts, cast_weights, fit_state, num_misfits, registered_state
 from nandoctor.torch_compat import TORCH, check_torch, default_device, minor_version, other_torch
 from nandoctor.tracing.tensor_stats import all_finite, format_of
 
 NUM_EXTRA_SEEDS = 3
+_MAX_BUILDINGS = 20
 _UNFILLED_NBYTES = 16 << 20
 """The size of weights from which on it pays not to draw initial values that the dump replaces."""
 
@@ -149,11 +153,11 @@ def _import_code(dump: Dump, source: ModelSource | None, settings: Settings, dev
         with unfilled or nullcontext(), registered_state() as registered:
             model, notes = _build(dump, source, settings)
         call = find_attribute(settings.call, directory=settings.directory)
-        function = build_loss(find_attribute(settings.loss, directory=settings.directory))
-        loss, loss_notes = (
-            find_loss(dump.recorded.loss_function, dump.provenance) if function is None else (function, [])
-        )
-        updater = find_optimizer(dump.recorded.updater, dump, (source, settings.loss), settings.directory)
+        loss, loss_notes = build_loss(find_attribute(settings.loss, directory=settings.directory)), list[str]()
+        named = (source, settings.loss), settings.directory
+        if loss is None:
+            loss, loss_notes = find_loss(dump.recorded.loss_function, dump.provenance, *named)
+        updater = find_optimizer(dump.recorded.updater, dump, *named)
     check_method(model, dump, settings)
     left_out = [unfilled.holds] if unfilled else []
     built = nonfinite_in(model, *left_out) if registered else {}
@@ -169,25 +173,27 @@ def _load_weights(code: _Code, dump: Dump, settings: Settings, device: torch.dev
         shared = memory_of(state.values()) >= _UNFILLED_NBYTES
         notes = [*load_state(code.model, state, strict=settings.strict, shared=shared), *state_notes]
     except ModelError as error:
-        raise _explain_misfit(error, code.source, settings) from error.__cause__
+        with cuda_code(device), Unfilled():
+            raise _explain_misfit(error, code, replace(dump, state=state), settings) from error.__cause__
     with cuda_code(device):  # it marked buffers as made on the host, and unmarks what is sent to the device
         code.model.to(device)
     add_casts(code.model, dump.recorded)
     return notes
 
 
-def _explain_misfit(error: ModelError, source: ModelSource | None, settings: Settings) -> ModelError:
+def _explain_misfit(error: ModelError, code: _Code, dump: Dump, settings: Settings) -> ModelError:
     """Return the error for weights that do not fit the model that the source or, without one, the dump names."""
-    if source is None:
+    if code.source is None:
         return ModelError(
             error.message,
             remedy="Name what builds the model, --model FILE.py:NAME; in the training, give Recorder the arguments of "
             "the model's class (arguments={...}) or a function that builds it (builder=FUNCTION).",
         )
-    factory = find_attribute(source, directory=settings.directory)
-    has_others = error.remedy == OTHER_ARGUMENTS and not isinstance(factory, nn.Module)
-    options = find_building(source, factory) if has_others else ()
-    return ModelError(error.message, remedy=AS_YOUR_CODE if options else error.remedy, options=options)
+    factory = find_attribute(code.source, directory=settings.directory)
+    if error.remedy != OTHER_ARGUMENTS or isinstance(factory, nn.Module):
+        return error
+    named = settings.directory / str(code.source)
+    return _build_as_own_code(error, named, factory, dump, settings, num_misfits(dump, code.model))[0]
 
 
 def _take_formats(net: nn.Module, state: Mapping[str, torch.Tensor], *, is_recorded: bool) -> list[str]:
@@ -234,7 +240,7 @@ def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[
         raise ModelError(
             "The dump holds weights and arrays, not the model's code.",
             options=suggested,
-            remedy="A model with these weights is in your own code:"
+            remedy="A class with attributes of these names is in your own code:"
             if suggested
             else "Name what builds the model: --model train.py:make_model, or model=make_model in Python; or set "
             "model in [tool.nandoctor] of the project's pyproject.toml.",
@@ -242,19 +248,39 @@ def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[
     try:
         return build_model(make, settings.model_args, directory=directory), changed
     except ModelError as error:
-        net, notes = _build_as_own_code(error, named, settings)
-    return net, [*notes, *changed]
+        if error.remedy != ARGUMENTS_NEEDED:
+            raise
+        factory: Any = find_attribute(source, directory=directory) if source is not None else make
+        told, net = _build_as_own_code(error, directory / named, factory, dump, settings)
+        if net is None or settings.model_args:
+            raise told from error.__cause__
+    return net, [f"Built as your own code builds it: {shlex.join(told.options)}", *changed]
 
 
-def _build_as_own_code(error: ModelError, named: str, settings: Settings) -> tuple[nn.Module, list[str]]:
-    """Build the model as the file does that the user approved by naming it; raise the error if it does not show how."""
-    _, spec, *given = error.options or ("", "")
-    arguments = dict(text.split("=", 1) for text in given[1::2])
-    files = {Path(text.rpartition(":")[0]).resolve() for text in (spec, *arguments.values()) if ".py:" in text}
-    if settings.model_args or files != {Path(named.rpartition(":")[0]).resolve()}:
-        raise error
-    model = build_model(spec, {name: read_option(text) for name, text in arguments.items()})
-    return model, [f"Built as your own code builds it: {shlex.join(error.options)}"]
+def _build_as_own_code(
+    error: ModelError, named: Path, factory: Callable[..., Any], dump: Dump, settings: Settings, most: float = math.inf
+) -> tuple[ModelError, nn.Module | None]:
+    """Return the error with how the project's own code builds what a SPEC names, and the model, if it was built.
+
+    It is built where that runs no other file than the one that the user approved by naming it. The way is told in which
+    the fewest tensors do not fit, if fewer than `most`; if there is none, the first way that runs another file.
+    """
+    location, _, name = str(named).rpartition(":")
+    file, said, found, net = Path(location).resolve(), "", Options(), None
+    bare = [("--model", f"{shown_path(file)}:{name}")] if settings.model_args else []
+    ways = dict.fromkeys((*bare, *find_buildings(file, name, factory))) if file.suffix == ".py" else ()
+    for options in islice(ways, _MAX_BUILDINGS):
+        _, spec, *given = options
+        arguments = dict(text.split("=", 1) for text in given[1::2])
+        files = {Path(text.rpartition(":")[0]).resolve() for text in (spec, *arguments.values()) if ".py:" in text}
+        if files == {file}:
+            with suppress(ModelError):
+                model = build_model(spec, {key: read_option(text) for key, text in arguments.items()})
+                if (count := num_misfits(dump, model)) < most:
+                    said, most, found, net = "The weights fit the model better, built so:", count, options, model
+        elif not found:
+            said, found = "Build it as your own code does:", options
+    return ModelError(error.message, remedy=f"{error.remedy} {said}", options=found), net
 
 
 def _find_bindings(dump: Dump, code: _Code, batch: SavedBatch, settings: Settings) -> list[Binding]:

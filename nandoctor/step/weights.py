@@ -93,6 +93,13 @@ def fit_state(dump: Dump, model: nn.Module) -> Dump:
     return replace(dump, state=state, state_name=best, other_states=left, notes=(*dump.notes, *notes))
 
 
+def num_misfits(dump: Dump, model: nn.Module) -> int:
+    """Return how many tensors of a model and of the state dict that fits it best do not fit each other."""
+    own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    state = fit_state(dump, model).state
+    return len(own) + len(state) - 2 * _num_fitting(state, own)[0]
+
+
 def _name_as_model(state: State, own: State) -> Iterator[tuple[str, State]]:
     """Yield the state with the model's names, wrappers aside, and with each prefix added or removed, after a note.
 

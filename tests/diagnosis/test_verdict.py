@@ -132,7 +132,7 @@ SECRET = trace(call("", 0, 1), output=(), unread=("rows (a generator)",))
         (OWN_LOSS, SavedFlags(loss=NAN), AGREES, False, []),
         (WHOLE, SavedFlags(gradients=True), AGREES, True, []),
         (WHOLE, SavedFlags(loss=NAN), AGREES, False, ["The step's loss was NaN. The model's output is finite, so"]),
-        (WHOLE, SavedFlags(loss=-INF), DIFFERS, False, ["The step's loss was -Inf, and the loss is not in the file"]),
+        (WHOLE, SavedFlags(loss=-INF), DIFFERS, False, ["The step's loss was -Inf, and the loss was not replayed"]),
         (WHOLE, SavedFlags(gradients=True), AGREES, False, ["gradients were non-finite"]),
         (WHOLE, SavedFlags(gradients=True, num_ranks=2), AGREES, True, ["summed over 2 ranks"]),
         (WHOLE, SavedFlags(here=False, rank=1, num_ranks=4), AGREES, True, ["rank 1 (of 4, counted from 0)"]),

@@ -11,6 +11,7 @@ import torch
 
 from nandoctor.dumps.recorded_format import Reference
 from nandoctor.dumps.signature import Provenance
+from nandoctor.dumps.trees import KIND
 from nandoctor.errors import ModelError
 from nandoctor.source_files import hash_of
 from nandoctor.step.code_references import find_loss, find_model
@@ -142,8 +143,14 @@ def test_a_module_that_hides_an_installed_one_is_not_run(project, library, way, 
 def test_anything_else_is_the_users_decision_and_not_imported(project, reference, why):
     with pytest.raises(ModelError, match=why) as caught:
         find_model(reference, DUMP, OWN)
-    assert "nandoctor replay 'runs/my dump.pth' --model " in caught.value.remedy
+    assert f"nandoctor replay '{project.resolve()}/runs/my dump.pth' --model " in caught.value.remedy
     assert not (project / "script_of_the_test.imported").exists()
+
+
+def test_a_class_that_takes_objects_is_named_where_it_is(project):
+    with pytest.raises(ModelError) as caught:
+        find_model(script(file="missing.py", arguments={"config": {KIND: {"name": "Config"}}}), DUMP, OWN)
+    assert caught.value.remedy.endswith(" --model missing.py:Net")
 
 
 def test_a_class_that_is_no_module_is_not_called(project):
@@ -160,25 +167,33 @@ def test_a_builder_of_the_project_is_called(project):
 def test_the_loss_is_used_while_its_source_is_unchanged(project):
     source = project / "script_of_the_test.py"
     reference = script("loss", sha256=hash_of(source))
-    loss, notes = find_loss(reference, OWN)
+    loss, notes = find_loss(reference, OWN, (), Path())
     assert (float(loss(torch.ones(2), torch.zeros(2))), notes) == (2.0, [])
     source.write_text(CODE + "\n")
-    loss, (note,) = find_loss(reference, OWN)
+    loss, (note,) = find_loss(reference, OWN, (), Path())
     assert float(loss(torch.ones(2), torch.zeros(2))) == 2.0
     assert note == "script_of_the_test.py has changed since the training."
+
+
+def test_the_command_for_a_loss_has_the_path_that_is_named(project, monkeypatch):
+    (project / "runs").mkdir()
+    monkeypatch.chdir(project / "runs")
+    loss, (note,) = find_loss(script("loss"), OWN, ["../script_of_the_test.py:Net"], Path())
+    assert loss is None
+    assert note.endswith(f"add --loss {project}/script_of_the_test.py:loss.")
 
 
 @pytest.mark.parametrize("fields", [{"file": ""}, {"file": "../x.py"}, {"name": "loss.__globals__"}])
 def test_a_loss_from_elsewhere_is_only_named(project, fields):
     reference = script(**{"name": "loss", "sha256": hash_of(project / "script_of_the_test.py"), **fields})
-    loss, (note,) = find_loss(reference, OWN)
+    loss, (note,) = find_loss(reference, OWN, (), Path())
     assert loss is None
     assert "--loss" in note
 
 
 @pytest.mark.parametrize("name", ["main.<locals>.<lambda>", "<lambda>", "main.<locals>.loss"])
 def test_a_loss_without_a_name_of_its_own_is_to_be_written_out(project, name):
-    loss, (note,) = find_loss(script(name), OWN)
+    loss, (note,) = find_loss(script(name), OWN, (), Path())
     assert loss is None
     assert f"--loss {name}" not in note
     assert "'" not in note

@@ -125,28 +125,6 @@ def test_a_spec_that_leads_nowhere_says_so(write, tmp_path, spec, message):
     assert caught.value.remedy.endswith((".", "?"))
 
 
-BUILT_AT = {
-    "class CFG:\n    width = 4\ndef main():\n    model = Net(CFG).eval()": "train.py:model",
-    "def main(cfg):\n    net = Net(cfg)\nif __name__ == '__main__':\n    main(4)": "train.py:net",
-    "def main(cfg):\n    net = Net(cfg)\nif __name__ == '__main__':\n    main()": None,  # a decorator gives it
-    "CFG = 3\nif __name__ == '__main__':\n    net = Net(CFG)": "train.py:net",
-    "from shared import CFG\ndef main(): return Net(cfg=CFG)": "train.py:Net --model-arg cfg=train.py:CFG",
-    "def main(cfg): return Net(cfg)": None,
-    "def make(cfg):\n    return Net(cfg)\nnet = make(4)": "train.py:net",
-}
-
-
-@pytest.mark.parametrize("code", BUILT_AT)
-def test_missing_arguments_are_those_of_the_own_code(code, write, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    net = "import torch\nclass Net(torch.nn.Module):\n    def __init__(self, cfg): super().__init__(); self.cfg = cfg\n"
-    path = write("train.py", net + code)
-    with pytest.raises(ModelError) as caught:
-        build_model(f"{path}:Net", {})
-    options = BUILT_AT[code]
-    assert (f"--model {options}" in caught.value.remedy) if options else "--model-arg K=V" in caught.value.remedy
-
-
 def test_a_module_takes_no_arguments(write):
     path = write("net.py", MODEL_FILE)
     with pytest.raises(ModelError, match="takes no arguments: width"):

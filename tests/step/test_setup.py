@@ -125,8 +125,14 @@ def test_what_does_not_fit_says_what_to_do(model, settings, error, message, tmp_
 BUILT = {
     "net = Net(3)": "train.py:net",
     "G, D = Net(3), Net(4)": "train.py:G",
+    "D, G = Net(4), Net(3)": "train.py:G",  # whose shapes are those of the weights
     "class Trainer:\n    def __init__(self): self.net = Net(3)": "train.py:Net --model-arg width=3",
     "class A: w = 3\nclass B:\n    def __init__(self): Net(width=A)": "train.py:Net --model-arg width=train.py:A",
+    "class CFG: w = 3\ndef main():\n    model = Net(CFG).eval()": "train.py:model",
+    "def main(cfg):\n    net = Net(cfg)\nif __name__ == '__main__':\n    main(3)": "train.py:net",
+    "CFG = 3\nif __name__ == '__main__':\n    net = Net(CFG)": "train.py:net",
+    "from stat import ST_NLINK as A\ndef main(): return Net(width=A)": "train.py:Net --model-arg width=train.py:A",
+    "def make(cfg):\n    return Net(cfg)\nnet = make(3)": "train.py:net",
 }
 NET = "from torch import nn\ndef Net(width): return nn.Linear(getattr(width, 'w', width), 2)"
 
@@ -139,9 +145,40 @@ def test_a_class_that_lacks_arguments_is_built_as_its_file_does(call, tmp_path, 
     assert f"Built as your own code builds it: --model {BUILT[call]}" in made.notes
 
 
+@pytest.mark.parametrize("call", ["def main(cfg): return Net(cfg)", "def main(cfg):\n    net = Net(cfg)\nmain()"])
+def test_arguments_that_no_file_shows_are_asked_for(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(f"{NET}\nif __name__ == '__main__':\n    {call.replace(chr(10), chr(10) + '    ')}\n")
+    with pytest.raises(ModelError) as caught:
+        prepare(dump_of(nn.Linear(3, 2), image=IMAGE), "train.py:Net", Settings())
+    assert "--model-arg K=V" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("width", "given", "call", "offered"),
+    [
+        (4, {}, "big = Net(3)", "net.py:Net --model-arg width=3"),
+        (4, {}, "big = Net(5)", None),
+        (4, {}, "big = Net(int('5'))", "other.py:big"),  # nothing is run to look at its shapes
+        (3, {"width": 5}, "big = Net(5)", "net.py:Net"),
+        (3, {"widht": 5}, "big = Net(5)", "net.py:Net"),
+    ],
+)
+def test_a_call_is_offered_if_the_weights_fit_it(width, given, call, offered, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text(NET.replace("(width)", f"(width={width})"))
+    Path("other.py").write_text(f"from net import Net\nopen('ran', 'w')\n{call}\n")
+    with pytest.raises(ModelError) as caught:
+        prepare(dump_of(nn.Linear(3, 2), image=IMAGE), "net.py:Net", Settings(model_args=given))
+    assert caught.value.options == (("--model", *offered.split()) if offered else ())
+    assert "widht" in given or "--no-strict" in caught.value.remedy
+    assert not Path("ran").exists()
+
+
 WITHOUT_A_MODEL = {
     "class Net(nn.Module):\n    def __init__(self): self.stem, self.head = 1, 2": "train.py:Net",
-    "class Net(nn.Module):\n    def __init__(self, width): self.stem = self.head = 1\nnet = Net(3)": "train.py:net",
+    "class Net(nn.Module):\n    def __init__(self, width): self.stem = self.head = 1\nnet = Net(3)": "train.py:Net",
+    "class Net(nn.Module):\n    def __init__(self): self.stem = 1; self.register_buffer('head', 2)": "train.py:Net",
     "class Net(nn.Module):\n    def __init__(self): self.stem = 1": None,
 }
 
