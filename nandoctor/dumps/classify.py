@@ -18,7 +18,6 @@ from nandoctor.dumps.stored_tensor import (
     is_bytes,
     is_dense,
     is_tensor,
-    read_list,
     why_unread,
 )
 from nandoctor.dumps.trees import AS_WRITTEN, KIND, MAX_NAME, Slot, name_tensors, too_large
@@ -57,12 +56,11 @@ class Contents:
     """The contents of a file of `nbytes` bytes, by dotted name; `left_out` names what no replay uses.
 
     Dense tensors are torch's only if `as_torch` is set. `tree` has plain values, and a `Slot` for each array, in the
-    containers that they were saved in. With `reads_lists`, lists of numbers with the names of a batch are arrays.
+    containers that they were saved in.
     """
 
     nbytes: int
     as_torch: bool
-    reads_lists: bool = False
     states: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     arrays: dict[str, torch.Tensor] = field(default_factory=dict)
     scalars: dict[str, Any] = field(default_factory=dict)
@@ -74,7 +72,7 @@ class Contents:
     claimed_nbytes: int = 0
 
 
-def sort_contents(saved: object, nbytes: int, *, as_torch: bool, reads_lists: bool = False) -> Contents:
+def sort_contents(saved: object, nbytes: int, *, as_torch: bool) -> Contents:
     """Sort the saved object; a list such as [state, image, logit] is taken as a dict with its indices as keys.
 
     Raises:
@@ -87,21 +85,20 @@ def sort_contents(saved: object, nbytes: int, *, as_torch: bool, reads_lists: bo
             f"it holds {_describe(saved)}, not a dict.",
             remedy='Save torch.save({"state_dict": model.state_dict(), "image": image, "logit": logit}, path).',
         )
-    contents = Contents(nbytes=nbytes, as_torch=as_torch, reads_lists=reads_lists)
+    return _sort_all(saved, Contents(nbytes=nbytes, as_torch=as_torch))
+
+
+def _sort_all(saved: Mapping[Any, object], contents: Contents) -> Contents:
+    """Sort the items of the file; those of one flat dict with dotted names, as torch gives them, are its weights."""
     tensors = (key for key, item in saved.items() if is_array(item) or is_extra_state(key))
     dotted = {key: saved[key] for key in tensors if isinstance(key, str) and "." in key}
     maps = [("", saved), *((str(key), item) for key, item in saved.items() if isinstance(item, Mapping))]
     is_flat = any(key.rpartition(".")[2] in _PARAMETER_NAMES for key in dotted)
     if is_flat and not any(_is_module(item) or _is_state(name, item) for name, item in maps):
-        contents.states[""] = _take_state(contents, "", dotted)  # {**model.state_dict(), "image": image}
-    rest = {key: item for key, item in saved.items() if key not in dotted} if contents.states else saved
-    contents.tree = _sort(contents, "", rest, depth=0)
-    if reads_lists or any(role_of(name) in ("input", "unknown") for name in contents.arrays):
-        return contents
-    # A batch saved by `tolist()` has an input of two dimensions; a list of one may be a setting, as [224, 224] is.
-    listed = sort_contents(saved, nbytes, as_torch=as_torch, reads_lists=True)
-    has_input = any(role_of(name) == "input" and len(array.shape) > 1 for name, array in listed.arrays.items())
-    return listed if has_input else contents
+        contents.states[""] = _take_state(contents, "", dotted)
+        saved = {key: item for key, item in saved.items() if key not in dotted}
+    contents.tree = _sort(contents, "", saved, depth=0)
+    return contents
 
 
 def sort_recorded(saved: Mapping[str, Any], nbytes: int, *, as_torch: bool) -> tuple[Contents, Recorded]:
@@ -164,7 +161,6 @@ def unwrapped_name(name: str) -> str:
 def _sort(contents: Contents, name: str, value: object, depth: int) -> Any:
     """Sort a value and all that it holds; return its part of the tree, or `_NOTHING` if it is not part of a batch."""
     contents.num_values += 1
-    value = read_list(value) if contents.reads_lists and role_of(name) != "unknown" else value
     if depth > MAX_DEPTH or contents.num_values > _MAX_VALUES:
         raise too_large()
     if isinstance(value, Mapping) and value.keys() >= _OPTIMIZER_KEYS:

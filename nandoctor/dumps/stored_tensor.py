@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from nandoctor.dumps.file_type import damaged
 from nandoctor.text import dtype_name
-from nandoctor.trees import walk
 
 if TYPE_CHECKING:
     import torch
@@ -236,17 +235,6 @@ def is_array(value: object) -> bool:
 def is_dense(value: object) -> TypeGuard[torch.Tensor]:
     """Return True for a tensor with one number in memory per element: neither sparse, nested, quantized nor meta."""
     return is_tensor(value) and not why_unread(value) and str(value.layout) == "torch.strided"
-
-
-def read_list(value: object) -> object:
-    """Return a rectangular list of numbers, as `tolist()` makes of a tensor, as one; any other value as it is."""
-    kinds = {type(item) for _, item in walk(value)} if isinstance(value, list) else {object}
-    try:
-        raw: NDArray[Any] = np.array(value if kinds <= {list, bool, int, float} else None)
-    except ValueError:  # it is not rectangular
-        return value
-    tensor = StoredTensor(raw=raw, dtype=TorchName(name=f"torch.{raw.dtype}"), address=-id(raw))
-    return tensor if raw.dtype.kind in "bif" else value  # not of objects, as integers of more than 64 bits are
 
 
 def is_bytes(value: object) -> TypeGuard[StoredTensor]:

@@ -69,7 +69,7 @@ def read_batch(dump: Dump, model: nn.Module, outputs: Collection[str], device: t
         offer=Offer(values={**dump.scalars, **inputs}, arrays=list(inputs), containers=containers, device=device),
         tree=_batch_of(dump, inputs),
         notes=tuple(
-            f"{name} was saved as float64 and read as float32, the model's own precision." for name in narrowed
+            f"{name} was saved as float64 and passed to the model as float32, its own precision." for name in narrowed
         ),
     )
 
@@ -199,14 +199,14 @@ def weight_dtype(state: Mapping[str, torch.Tensor]) -> torch.dtype | None:
 
 
 def _computed_in(saved: torch.Tensor) -> FloatFormat | None:
-    """Return a saved output's half-precision format, or the one that its values all fit, as after `.float()`."""
+    """Return a saved output's half-precision format, or the one that its fp32 values all fit, as after `.float()`."""
     if saved.dtype in LOW_DTYPES:
         return format_of(saved.dtype)
-    if saved.dtype not in (torch.float32, torch.float64):  # float64 is what numpy and `tolist()` make of it
+    if saved.dtype is not torch.float32:
         return None
     values = comparable_values(saved.detach()).flatten()
     values = values[torch.isfinite(values)]
     if torch.unique(values[~are_round(values)]).numel() < _ENOUGH:
         return None
-    fitting = (dtype for dtype in (torch.bfloat16, torch.float16) if torch.equal(values.to(dtype).to(values), values))
+    fitting = (dtype for dtype in (torch.bfloat16, torch.float16) if torch.equal(values.to(dtype).float(), values))
     return next(map(format_of, fitting), None)

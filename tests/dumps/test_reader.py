@@ -203,24 +203,6 @@ def test_one_flat_dict_is_told_apart_by_names(beside, read):
     assert_same_state(dump.state)
 
 
-@pytest.mark.parametrize("logit", [torch.ones(2), [1.0, float("nan")]], ids=["tensor", "list"])
-def test_lists_of_numbers_are_a_batch(logit, read):
-    batch = {"image": [[1.0, 2.0], [3.0, 4.0]], "target": [0, 1], "lengths": [2, 2], "text": [[1], [2, 3]]}
-    dump = read({"state_dict": WEIGHTS, **batch, "logit": logit})
-    shapes = {name: (*array.shape,) for name, array in dump.arrays.items()}
-    assert {name: shapes[name] for name in ("image", "target", "logit")} == {
-        "image": (2, 2),
-        "target": (2,),
-        "logit": (2,),
-    }
-    assert (dump.tree["lengths"], "text" in shapes) == ([2, 2], False)
-
-
-@pytest.mark.parametrize("beside", [{"image_size": [4, 4]}, {"image": torch.ones(1), "image_sizes": [[4, 4]]}])
-def test_lists_beside_weights_or_tensors_stay_lists(beside, read):
-    assert not any(name.startswith("image_s") for name in read({"state_dict": WEIGHTS, **beside}).arrays)
-
-
 def test_trained_weights_come_before_averages_and_other_nets(read):
     average = {name: tensor * 0 for name, tensor in WEIGHTS.items()}
     dump = read(
