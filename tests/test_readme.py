@@ -145,13 +145,6 @@ def test_the_picture_is_what_the_first_sample_prints():
     assert without_context("".join(lines)) == without_context(answer_and_fix)
 
 
-def test_the_readme_is_short_and_begins_with_the_picture():
-    lines = README.read_text(encoding="utf-8").splitlines()
-    assert len(lines) < 160
-    assert any("docs/terminal.svg" in line for line in lines[:10])
-    assert lines.index("## Before it happens: record") < len(lines) / 2
-
-
 def run_each(body, run):
     """Every command of ours works: none fails by an error, though a check may say no."""
     for command in body.splitlines():
@@ -204,24 +197,6 @@ def test_every_layer_of_the_house_is_in_its_picture():
     contract = re.search(r"layers = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.DOTALL)[1]
     picture = (ROOT / "docs" / "how_it_works.md").read_text(encoding="utf-8").split("```")[1]
     assert [name for name in re.findall(r"\w+", contract) if name not in picture] == []
-
-
-def test_setup_commands_are_two_and_ci_runs_them():
-    section = README.read_text(encoding="utf-8").partition("## Set up")[2]
-    commands = re.search(r"```bash\n(.*?)```", section, re.DOTALL)[1].splitlines()
-    assert len(commands) == 2
-    assert all("-c constraints.txt" in command for command in commands)
-    assert "README.md" in (ROOT / ".ci" / "run").read_text()
-
-
-@for_each(DOCUMENTS)
-def test_tables_and_fences_are_such_that_the_site_knows(document):
-    """A table without a header, and a fence with more than a language and a title, come out as text."""
-    outside, *fenced = re.split(r"^```", document.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    heads = [text.partition("\n")[0] for text in fenced[::2]]
-    assert [head for head in heads if not re.fullmatch(r'\w*( title="[^"]+")?', head)] == []
-    tables = re.findall(r"(?:^\|.*\n)+", outside + "".join(fenced[1::2]), flags=re.MULTILINE)
-    assert [table for table in tables if not re.match(r"\|.*\n\|[-|]+\n", table)] == []
 
 
 @for_each(DOCUMENTS)

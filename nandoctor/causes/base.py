@@ -31,7 +31,6 @@ from nandoctor.ops import (
     SINGULAR_INPUTS,
     SOFTMAXES,
     UNFILLED,
-    is_factor,
 )
 from nandoctor.text import nonfinite_part, number
 
@@ -173,11 +172,6 @@ def outside_evidence(kind: str, finding: OutsideTensor, how: str = "is non-finit
     """Return the evidence that says what is wrong with the tensor; `kind` names the evidence."""
     text = f"{finding.name} {list(finding.stats.shape)} {how}"
     return (Evidence(kind, finding.name, text),)
-
-
-def factors(finding: Finding) -> list[Operand]:
-    """Return the operands that a product multiplies, without a bias or a tensor that the product is added to."""
-    return [operand for operand in finding.analysis.operands if is_factor(finding.op.op, operand.name)]
 
 
 def outside_domain(finding: Finding) -> float | None:

@@ -17,10 +17,10 @@ When it is wrong
 
 from __future__ import annotations
 
-from nandoctor.causes.base import Finding, factors
+from nandoctor.causes.base import Finding
 from nandoctor.causes.sentences import argument, explain_overflow
 from nandoctor.evidence.report import Account, Evidence
-from nandoctor.ops import PRODUCTS
+from nandoctor.ops import PRODUCTS, is_factor
 from nandoctor.text import number, plural
 
 TITLE = "A matrix product is too large for its format"
@@ -39,6 +39,7 @@ def diagnose(finding: Finding) -> Account | None:
             operand.absmax,
             f"{argument(finding.op, operand.name)} reaches {number(operand.absmax)}",
         )
-        for operand in factors(finding)
+        for operand in finding.analysis.operands
+        if is_factor(finding.op.op, operand.name)
     )
     return explain_overflow(finding, f"The {finding.op.op}", (*terms, *sizes))

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from nandoctor.dumps.classify import SecondMoment, is_loss, role_of
 from nandoctor.dumps.recorded_format import FORMAT, Recorded, code_rows
 from nandoctor.dumps.signature import Provenance
-from nandoctor.dumps.stored_tensor import StoredTensor, is_tensor
-from nandoctor.dumps.trees import Slot
+from nandoctor.dumps.stored_tensor import StoredTensor
 from nandoctor.evidence.dump_summary import NO_TARGET, ArraySummary, DumpSummary, Layout, Role, SavedFlags
 from nandoctor.text import brief, brief_list, dtype_name, plural
 
@@ -56,13 +55,6 @@ class Dump:
     def __repr__(self) -> str:
         weights, arrays = plural(len(self.state), "weight"), brief_list(list(self.arrays)) or "no arrays"
         return f"Dump({brief(str(self.path), 1000)}: {weights}; {arrays})"
-
-    @property
-    def untold(self) -> dict[str, torch.Tensor]:
-        """The tensors of a flat dict, {**state_dict, "image": image}, whose names do not tell if they are weights."""
-        flat = self.tree if self.state_name == "" and isinstance(self.tree, Mapping) else {}
-        found = {str(key): self.arrays[it.name] if isinstance(it, Slot) else it for key, it in flat.items()}
-        return {name: item for name, item in found.items() if is_tensor(item)}
 
     @property
     def is_recorded(self) -> bool:

@@ -88,7 +88,7 @@ def _read_file(path: Path, name: str = "") -> State:
         return _read_safetensors(path)
     container = open_container(path)
     dump = _make_dump(container, _load(container), as_torch=True)
-    states = {dump.state_name: dump.state, **dump.other_states, "": {**dump.state, **dump.untold}}
+    states = {dump.state_name: dump.state, **dump.other_states, "": dump.state}
     return states.get(name, {}) if dump.holds_weights else {}
 
 

@@ -48,11 +48,6 @@ def gradient_errors(made: Result, meant: Result) -> dict[str, float]:
     return {name: gradient_error(made, meant, (name,)) if name in made.gradients else 1.0 for name in counted}
 
 
-def largest_error(made: Result, meant: Result) -> tuple[str, float] | None:
-    """Return the parameter whose gradient is furthest off what it should be, and how far; None without gradients."""
-    return max(gradient_errors(made, meant).items(), key=lambda item: item[1], default=None)
-
-
 def reversed_gradient(made: Result, meant: Result) -> str | None:
     """Return the parameter whose gradient mostly points the other way than it should, or None."""
     worst, most = None, _REVERSED

@@ -31,7 +31,7 @@ from nandoctor.evidence.edits import Change, Edit, OpSite, SingleEdit, flatten
 from nandoctor.evidence.trace import SourceLine
 from nandoctor.fixes.agreement import TOLERANCE, Result
 from nandoctor.fixes.candidates import join
-from nandoctor.fixes.gradients import gradient_error, largest_error, reversed_gradient
+from nandoctor.fixes.gradients import gradient_error, gradient_errors, reversed_gradient
 from nandoctor.fixes.variations import scaled
 from nandoctor.fixes.verify import Trials
 from nandoctor.text import number, percent
@@ -237,8 +237,9 @@ class Meaning:
         is_other = other != edit and not any(clamp.keeps_sign for clamp in clamps)
         if not (self.meets_infinity and is_other) or self.smaller is not None:
             return None
-        name, off = largest_error(*(self.trials.exact(one) for one in (edit, other))) or ("", 0.0)
-        return f"the gradient of `{name}` depends on the number that is put" if off > TOLERANCE else None
+        errors = gradient_errors(*(self.trials.exact(one) for one in (edit, other)))
+        name = next((name for name, off in errors.items() if off > TOLERANCE), None)
+        return f"the gradient of `{name}` depends on the number that is put" if name is not None else None
 
     def is_by_hand(self, edit: Edit) -> bool:
         """Return True if an edit changes nothing but what a hand-written backward computes."""
@@ -250,7 +251,7 @@ class Meaning:
         exact = self.trials.exact()
         if self.smaller is not None and self.smaller[1].exact().finite:
             factor, trials = self.smaller
-            _, off = largest_error(trials.reference(change), trials.exact()) or ("", 0.0)
+            off = max(gradient_errors(trials.reference(change), trials.exact()).values(), default=0.0)
             at = f"off float64's with inputs of {factor:g} times the size"
             return f"the gradients are {percent(off)} {at}" if off > TOLERANCE else None
         meant = replace(exact, gradients={name: self._known_gradient(name) for name in exact.gradients})

@@ -30,7 +30,7 @@ from nandoctor.fixes.agreement import (
     sample_errors,
 )
 from nandoctor.fixes.gradient_check import GradientCheck, Said, in_bf16, run_lowered
-from nandoctor.fixes.gradients import gradient_error, gradient_errors, largest_error, reversed_gradient
+from nandoctor.fixes.gradients import gradient_error, gradient_errors, reversed_gradient
 from nandoctor.fixes.hidden_values import describe_hidden
 from nandoctor.fixes.meaning import VISIBLE, Meaning
 from nandoctor.fixes.variations import NEARLY_THE_SAME, OTHER_SEED, SCALED, VARIATIONS, extreme_samples
@@ -415,8 +415,7 @@ def _error_of_gradients(proof: Proof, made: Result, exact: Result) -> float:
     """Return the largest error of a weight's gradient if the change is in a hand-written backward; else 0."""
     if not proof.verifier.meaning.is_by_hand(proof.edit):
         return 0.0
-    found = largest_error(made, exact)
-    return found[1] if found is not None else 0.0
+    return max(gradient_errors(made, exact).values(), default=0.0)
 
 
 def _judge_alone(proof: Proof) -> Said:

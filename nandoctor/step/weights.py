@@ -70,14 +70,9 @@ def take_weights(dump: Dump, settings: Settings) -> Dump:
 def fit_state(dump: Dump, model: nn.Module) -> Dump:
     """Return the dump with the one of its state dicts that fits the model best, by the model's names.
 
-    In a tie, its own stays. What a flat dict holds under a name of the model that is not among its weights is one.
+    In a tie, its own stays.
     """
     own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
-    absent = {unwrapped_name(name) for name in own} - {*dump.state}
-    taken = {name: item for name, item in dump.untold.items() if name in absent}
-    tree = {key: item for key, item in dump.tree.items() if str(key) not in taken} if taken else dump.tree
-    arrays, scalars = ({n: it for n, it in items.items() if n not in taken} for items in (dump.arrays, dump.scalars))
-    dump = replace(dump, state={**dump.state, **taken}, arrays=arrays, scalars=scalars, tree=tree)
     states = {dump.state_name: dump.state, **dump.other_states}
     ways = [(name, *way) for name, state in states.items() for way in _name_as_model(state, own)]
     fits = [_num_fitting(state, own) for *_, state in ways]

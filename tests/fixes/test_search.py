@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from nandoctor.changes.setting import UseFormat
 from nandoctor.evidence.edits import flatten
 from nandoctor.evidence.formats import BF16, FP32, FP64
-from nandoctor.evidence.report import Counterfactual, StepSetting, TrialOutcome
+from nandoctor.evidence.report import StepSetting
 from nandoctor.fixes.notes import by_hand
 from nandoctor.fixes.verify import BudgetSpent
 from nandoctor.views.report import answer_section
@@ -41,16 +41,12 @@ def test_where_the_program_is_wrong_nothing_is_prescribed(replay_step):
 def test_advice_names_a_loss_scale_at_which_the_step_is_finite():
     cause = SimpleNamespace(code="loss-scale-overflow", evidence=())
     conclusion = SimpleNamespace(diagnoses=[SimpleNamespace(cause=cause)])
-    findings = SimpleNamespace(verdict="loss-scale", conclusion=conclusion)
+    runs = [(1024.0, False), (64.0, True), (4.0, True)]
     varied = [
-        Counterfactual(
-            group="loss-scale",
-            setting=StepSetting(loss_scale=scale),
-            outcome=TrialOutcome(finite=finite, max_rel_err=None),
-        )
-        for scale, finite in ((1024.0, False), (64.0, True), (4.0, True))
+        SimpleNamespace(setting=StepSetting(loss_scale=scale), outcome=SimpleNamespace(finite=finite))
+        for scale, finite in runs
     ]
-    assert "`GradScaler(init_scale=64)`" in by_hand(findings, varied)
+    assert "`GradScaler(init_scale=64)`" in by_hand(SimpleNamespace(verdict="", conclusion=conclusion), varied)
 
 
 def test_where_nothing_can_be_tried_the_reason_is_told(replay_step):

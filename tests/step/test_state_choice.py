@@ -59,15 +59,6 @@ def test_where_both_fit_the_usual_one_stays(tmp_path):
         read_weights(f"{tmp_path / 'pair.pth'}:swa")
 
 
-def test_the_model_names_the_weights_of_a_flat_dict(tmp_path):
-    model = Generator()
-    model.register_parameter("image", nn.Parameter(torch.ones(3)))
-    model.register_buffer("steps", torch.ones(()))
-    fitted = fit_state(read(tmp_path, **model.state_dict(), x=torch.ones(2, 4)), model)
-    assert {*fitted.state} == {*model.state_dict()}
-    assert ([*fitted.arrays], fitted.scalars, [*fitted.tree]) == (["x"], {}, ["x"])
-
-
 def poisoned():
     model = Discriminator()
     nn.init.constant_(model.judge.bias, float("nan"))

@@ -402,8 +402,6 @@ NEAR = {"x": torch.tensor([[1e5], [1.19]]), "y": torch.tensor([[1.19], [1.19]])}
 
 @rows("precision shown linear *", NEAR, inputs="x,y", fix="verified keep-module")
 class Difference(nn.Module):
-    """Two numbers that fp16 rounds to a multiple of 1 / 1024, and what they differ by."""
-
     def __init__(self):
         super().__init__()
         self.shown, self.taken = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
