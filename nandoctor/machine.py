@@ -97,11 +97,6 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
-def anonymous_memory() -> int | None:
-    """Return the bytes of this process that no file backs (RssAnon): what it has allocated and written to."""
-    return _read_field(Path("/proc/self/status"), "RssAnon:")
-
-
 def limit_memory(nbytes: int) -> None:
     """Make allocations fail beyond `nbytes` of private writable memory, where the system has such a limit.
 

@@ -34,20 +34,20 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_427, "tests": 29_999, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_428, "tests": 30_000, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
-    FILES: 2_949,
+    FILES: 2_944,
     "autocast": 787,
     "capture": 2_488,
     "causes": 2_691,
-    "changes": 3_134,
+    "changes": 3_142,
     "cli": 848,
     "diagnosis": 1_928,
     "dumps": 3_119,
     "engine": 2_855,
     "evidence": 1_706,
-    "fixes": 4_229,
+    "fixes": 4_227,
     "fleet": 691,
     "repro_scripts": 628,
     "step": 3_048,

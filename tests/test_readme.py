@@ -193,12 +193,6 @@ def test_every_part_of_a_report_is_in_its_page():
     assert [item.name for item in dataclasses.fields(Report) if f"`{item.name}`" not in text] == ["schema"]
 
 
-def test_every_layer_of_the_house_is_in_its_picture():
-    contract = re.search(r"layers = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.DOTALL)[1]
-    picture = (ROOT / "docs" / "how_it_works.md").read_text(encoding="utf-8").split("```")[1]
-    assert [name for name in re.findall(r"\w+", contract) if name not in picture] == []
-
-
 @for_each(DOCUMENTS)
 def test_every_file_that_is_linked_to_is_there(document):
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text(encoding="utf-8"))

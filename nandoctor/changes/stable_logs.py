@@ -19,7 +19,7 @@ from functools import cached_property, partial
 from nandoctor.changes.definitions import Definitions
 from nandoctor.changes.editor import HAS_EFFECTS, Editor
 from nandoctor.changes.expression import Expression, number_in, operands, root_of
-from nandoctor.changes.places import dims_of, maker_of
+from nandoctor.changes.places import ancestors, dims_of, maker_of
 from nandoctor.changes.source_tree import (
     CannotWriteError,
     as_part,
@@ -40,6 +40,7 @@ _PUTS_ZEROS = frozenset({"dropout", "pad", "constant_pad_nd"})  # applied to a l
 _MOVES = (MOVES - _PUTS_ZEROS) | {"diagonal", "masked_select", "index_select", "take_along_dim", "swapaxes"}
 _MOVES_AND_CASTS = _MOVES | _UNTRACED_CASTS
 _DIVIDES = frozenset({"div", "divide", "true_divide"})
+_STEPS = 4
 _NORMAL = "torch.special.log_ndtr({} * {:.8g}) + " + f"{math.log(2):.8g}"
 """log(1 + erf(x)), with the square root of 2; log(1 - erf(x)) with the negative one."""
 _LOGS = {
@@ -194,12 +195,19 @@ class LogSpace:
     def _log_of(self, node: ast.expr) -> _Log | None:
         """Return the logarithm of an expression, None if no better form of it is known."""
         node = self._definitions.resolved(node)
+        if isinstance(node, ast.Attribute) and node.attr == "probs" and self._takes_softmax():
+            return _Log(text=f"{self._change.code(node.value)}.logits")  # of one of torch's distributions
         name, expression = self._named_op(node)
         if name in self._forms:
             return self._forms[name](expression)
         if name in _MOVES_AND_CASTS:
             return self._moved(node, name, expression, self._log_of)
         return self._of_operator(node, name) if isinstance(node, ast.BinOp) else None
+
+    def _takes_softmax(self) -> bool:
+        """Return True if the logarithm takes the result of a softmax, at most moved."""
+        taken = self._calls[self._place].inputs[0]
+        return any(op.op == "softmax" for op in ancestors(self._ops, taken, _STEPS, through=_MOVES))
 
     @cached_property
     def _forms(self) -> Mapping[str, Callable[[Expression], _Log | None]]:

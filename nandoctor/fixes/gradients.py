@@ -51,10 +51,9 @@ def gradient_errors(made: Result, meant: Result) -> dict[str, float]:
 def reversed_gradient(made: Result, meant: Result) -> str | None:
     """Return the parameter whose gradient mostly points the other way than it should, or None."""
     worst, most = None, _REVERSED
-    runs = made, meant
     for name in sorted(made.gradients.keys() & meant.gradients):
         # That of a bias before a softmax is 0 but for rounding.
-        is_noise = any(run.gradient_sizes[name] <= _LEAST * max(run.gradient_sizes.values()) for run in runs)
+        is_noise = any(run.gradient_sizes[name] <= _LEAST * max(run.gradient_sizes.values()) for run in (made, meant))
         same_shape = made.gradients[name].shape == meant.gradients[name].shape
         share = _share_reversed(made, meant, name) if same_shape and not is_noise else 0.0
         worst, most = (name, share) if share > most else (worst, most)

@@ -320,8 +320,7 @@ def _judge_healthy(proof: Proof) -> Said:
         allowed = allowed if noise is None else torch.maximum(allowed, (NOISE * noise).clamp(max=MOST_NOISE)[rows])
     largest = float(off.max())
     moved = f"change by {percent(largest)}" if largest else "do not change"
-    text = f"the samples that were fine {moved}"
-    return Said("passed" if bool((off <= allowed).all()) else "failed", text)
+    return Said("passed" if bool((off <= allowed).all()) else "failed", f"the samples that were fine {moved}")
 
 
 def _judge_healthy_alone(proof: Proof) -> Said:

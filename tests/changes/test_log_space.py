@@ -72,6 +72,10 @@ WRITTEN = {
         ["return torch.special.log_ndtr(x * -1.4142136) + 0.69314718"
          " + torch.special.log_ndtr((x / 2) * -1.4142136) + 0.69314718"],
     ),
+    "a distribution's probabilities": (
+        "chosen = torch.distributions.Categorical(logits=x)\nreturn torch.log(chosen.probs[:, 0])", "log",
+        ["return chosen.logits[:, 0].clone()"],
+    ),
     "over several statements": (
         "score = x * 2\ndensity = torch.exp(score)\ntotal = density.sum(dim=-1)\nreturn -torch.log(total)", "log",
         ["return -torch.logsumexp(score, dim=-1)"],
@@ -174,6 +178,7 @@ WRITTEN = {
     "a copy": ("y = torch.log(torch.exp(x))\ny += 1\nreturn y + x", "log", ["y = x.clone()"]),
 }  # fmt: skip
 LEFT = {
+    "odds have another logarithm": ("p = torch.distributions.Bernoulli(logits=x)\nreturn torch.log(p.probs)", "log"),
     "a power of what may be negative": ("return torch.log(((x.exp() - 1) ** 2).mean(1))", "log"),
     "a mean of what may be negative": ("return torch.log((x.exp() - 1).mean(1))", "log"),
     "dimensions by a star": ("d = (1,)\nreturn torch.log(x.exp().sum(*d))", "log"),
