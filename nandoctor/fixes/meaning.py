@@ -57,6 +57,8 @@ _SETTLED = 1e-5
 moves it at the third. Where terms cancel, as in (1 - cos(h)) / h ** 2, float64's is divided by h ** 2."""
 _SHRINKING = 0.5
 """Differences of a convergent sequence shrink at least so much from step to step; those of log(h) do not."""
+_LEAST = 1e-4
+"""The error of a gradient that does not count, as a share of all gradients: 1e-6 with an eps, and 0 in the limit."""
 _ALIKE = 1e-3
 """Sides whose extrapolations differ by more, relative to the largest value, have no common limit."""
 
@@ -163,13 +165,16 @@ class Meaning:
 
     @cached_property
     def has_limit(self) -> bool:
-        """True if the unchanged step tends to a number where it gives none itself, in float64."""
+        """True if the step tends to numbers wherever its values, or else its gradients, are none in float64."""
         if (limit := self.limit) is None:
             return False
         exact = self.trials.exact()
-        pairs = [(limit.values, exact.values), (limit.gradients, exact.gradients)]
-        shared = [(tends[name], itself[name]) for tends, itself in pairs for name in tends.keys() & itself.keys()]
-        return any(bool((torch.isfinite(tends) & ~torch.isfinite(itself)).any()) for tends, itself in shared)
+        for tends, itself in ((limit.values, exact.values), (limit.gradients, exact.gradients)):
+            shared = tends.keys() & itself.keys()
+            known = [torch.isfinite(tends[name])[~torch.isfinite(itself[name])] for name in shared]
+            if any(one.numel() for one in known):
+                return all(bool(one.all()) for one in known)
+        return False
 
     def find_fill(self, guard: GuardArgument) -> float:
         """Find the result of a guarded op with which the step comes to its limit: by secants, as it may bend it."""
@@ -467,14 +472,16 @@ def _describe_at(place: int, values: tuple[torch.Tensor, ...]) -> str:
 
 def _describe_gradients(made: Result, meant: Result, *, everywhere: bool) -> str | None:
     """Describe gradients that differ from the `meant` ones where these are numbers; `everywhere`: all have to be."""
+    least = max(_LEAST * meant.gradient_norm, torch.finfo(torch.float32).tiny)
     for name in sorted(made.gradients.keys() & meant.gradients):
         theirs = meant.gradients[name].double() / meant.gradient_scale
         known = torch.isfinite(theirs)
         if everywhere and not bool(known.all()):
             return f"the gradient of `{name}` has no limit at this point, and is replaced"
-        off = torch.where(known, made.gradients[name].double() / made.gradient_scale - theirs, 0.0)
-        size = torch.where(known, theirs, 0.0).norm()
-        if float(off.norm()) > TOLERANCE * max(float(size), torch.finfo(torch.float32).tiny):
-            far = percent(float(off.norm() / size)) if size else "far"
+        ours = made.gradients[name].double() / made.gradient_scale
+        size = meant.gradient_norms[name] / meant.gradient_scale
+        off = float(torch.where(known, ours - theirs, 0.0).norm())
+        if off > max(TOLERANCE * size, least):
+            far = percent(off / size) if size else "far"
             return f"the gradient of `{name}` is {far} off what the formula gives or tends to"
     return None

@@ -18,21 +18,16 @@ from nandoctor.diagnosis.growth import key_of
 from nandoctor.engine.module_state import nonfinite_in
 from nandoctor.evidence.edits import flatten
 from nandoctor.evidence.formats import FP32, FP64
-from nandoctor.evidence.report import Counterfactual, Fix
+from nandoctor.evidence.report import Fix
 from nandoctor.evidence.trace import OpCall
 from nandoctor.fixes.candidates import MAX_LEADS, distinct_leads
 from nandoctor.fixes.verify import Trials
 from nandoctor.ops import DOMAINS
-from nandoctor.text import constant, number, plural
+from nandoctor.text import number, plural
 
 
 def describe_search(
-    findings: Findings,
-    ranked: Sequence[Fix],
-    untried: Sequence[str],
-    varied: Sequence[Counterfactual],
-    *,
-    out_of_memory: bool,
+    findings: Findings, ranked: Sequence[Fix], untried: Sequence[str], *, out_of_memory: bool
 ) -> Iterator[str]:
     """Yield sentences on what was not tried, what could not be run, and why no change is a fix."""
     if untried and out_of_memory:
@@ -54,7 +49,7 @@ def describe_search(
     elif ranked and not verified:
         yield f"No change helped: {plural(len(ranked), 'change')} tried. {_describe_failures(ranked)}"
     is_of_this_batch = findings.verdict == "numerics" and all(item.kind == "data" for item in verified)
-    if ranked and (not verified or is_of_this_batch) and (advice := by_hand(findings, varied)):
+    if ranked and (not verified or is_of_this_batch) and (advice := by_hand(findings)):
         yield advice
 
 
@@ -90,19 +85,14 @@ def describe_none(findings: Findings, model: nn.Module) -> str:
     return f"No change was found to try: {why}.{f' {advice}' if advice else ''}"
 
 
-def by_hand(findings: Findings, varied: Sequence[Counterfactual] = ()) -> str:
-    """Return what the cause's page advises, without fp32 if that fails too; "" if the cause has better advice.
-
-    A loss scale in it is the largest of the `varied` ones at which the step is finite.
-    """
+def by_hand(findings: Findings) -> str:
+    """Return what the cause's page advises, without fp32 if that fails too; "" if the cause has better advice."""
     cause = next((diagnosis.cause for diagnosis in findings.conclusion.diagnoses[:1]), None)
     if cause is None or any(item.name == STABLE_FORM for item in cause.evidence):
         return ""
     sentences = dict(find_page(cause.code).sections)["Fix"].removesuffix(".").split(". ")
     of_use = [text for text in sentences if findings.verdict != "numerics" or str(FP32) not in text]
-    advice = f"By hand: {'. '.join(of_use)}." if of_use else ""
-    scales = [it.setting.loss_scale for it in varied if it.setting.loss_scale is not None and it.outcome.finite]
-    return advice.replace("init_scale=...", f"init_scale={constant(max(scales))}") if scales else advice
+    return f"By hand: {'. '.join(of_use)}." if of_use else ""
 
 
 _LEAST_LEFT = 1e-3

@@ -312,7 +312,7 @@ class _Search:
                 *([stopped] if interrupted else []),
                 *([self._program_error] if self._program_error is not None else []),
                 *self._later.notes,
-                *describe_search(self._findings, ranked, left, self._varied, out_of_memory=self._budget.out_of_memory),
+                *describe_search(self._findings, ranked, left, out_of_memory=self._budget.out_of_memory),
                 *([describe_none(self._findings, self._step.model)] if found_none else []),
                 *(self._describe_drift() if ranked else ()),
             ),

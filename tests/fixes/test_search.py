@@ -1,7 +1,5 @@
 """Prescriptions on networks unlike the corpus; of the changes that hold the least one, and what it costs."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -11,7 +9,6 @@ from nandoctor.changes.setting import UseFormat
 from nandoctor.evidence.edits import flatten
 from nandoctor.evidence.formats import BF16, FP32, FP64
 from nandoctor.evidence.report import StepSetting
-from nandoctor.fixes.notes import by_hand
 from nandoctor.fixes.verify import BudgetSpent
 from nandoctor.views.report import answer_section
 
@@ -36,17 +33,6 @@ def test_where_the_program_is_wrong_nothing_is_prescribed(replay_step):
     assert any("casts to fp32 fix nothing" in note for note in report.search_notes)
     settings = {line.setting: line.outcome.finite for line in report.counterfactuals}
     assert settings[StepSetting(dtype=FP64)] is False
-
-
-def test_advice_names_a_loss_scale_at_which_the_step_is_finite():
-    cause = SimpleNamespace(code="loss-scale-overflow", evidence=())
-    conclusion = SimpleNamespace(diagnoses=[SimpleNamespace(cause=cause)])
-    runs = [(1024.0, False), (64.0, True), (4.0, True)]
-    varied = [
-        SimpleNamespace(setting=StepSetting(loss_scale=scale), outcome=SimpleNamespace(finite=finite))
-        for scale, finite in runs
-    ]
-    assert "`GradScaler(init_scale=64)`" in by_hand(SimpleNamespace(verdict="", conclusion=conclusion), varied)
 
 
 def test_where_nothing_can_be_tried_the_reason_is_told(replay_step):

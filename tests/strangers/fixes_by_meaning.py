@@ -421,3 +421,8 @@ BLANK = {"x": normal(5, 6).index_fill(0, torch.tensor(2), 0.0)}
 class Norm(nn.Linear):
     def forward(self, x):
         return super().forward(x).float().square().sum(1).sqrt()
+
+
+rows("numerics . sqrt *", BLANK, 6, 6, False, name="in bf16", fix="verified clamp", loss=squared, amp_dtype="bfloat16")(
+    Norm
+)
