@@ -34,7 +34,7 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_427, "tests": 29_991, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_425, "tests": 29_991, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_944,
@@ -45,9 +45,9 @@ MAX_LINES_OF_ROOMS = {
     "cli": 848,
     "diagnosis": 1_928,
     "dumps": 3_119,
-    "engine": 2_855,
+    "engine": 2_856,
     "evidence": 1_706,
-    "fixes": 4_226,
+    "fixes": 4_223,
     "fleet": 691,
     "repro_scripts": 628,
     "step": 3_048,

@@ -65,11 +65,12 @@ class Call:
 
         Edges are two rows of integers, from and to, or a sparse tensor.
         """
+        lengths, size = self._lengths, self.batch_size
         taken = _of_all_samples({name: tensor for name, tensor in self.taken.items() if tensor.dim()})
-        is_sole = len({frequent for _, frequent in self._lengths[:2]}) == len(self._lengths[:2])
+        is_tied = len(lengths) > 1 and lengths[0][1] == lengths[1][1]
         tables = (tensor for tensor in taken if tensor.dim() == 2 and tensor.dtype in (torch.int64, torch.int32))
-        has_edges = any(table.shape[0] == 2 != self.batch_size for table in tables)
-        return None if not is_sole or has_edges or not all(map(is_dense, taken)) else self.batch_size
+        has_edges = any(table.shape[0] == 2 != size for table in tables)
+        return None if is_tied or has_edges or not all(map(is_dense, taken)) else size
 
     @property
     def time_first(self) -> Literal["never", "unlikely", "possible"]:

@@ -79,10 +79,6 @@ class Meaning:
     by_hand: frozenset[SourceLine | None] = frozenset()
     meets_infinity: bool = False
 
-    def on(self, trials: Trials) -> Meaning:
-        """Return the meaning of the step on another batch."""
-        return replace(self, trials=trials)
-
     @cached_property
     def smaller(self) -> tuple[float, Trials] | None:
         """An input factor with which float64 is finite, its gradients too if possible, but fp32 is not; its trials."""

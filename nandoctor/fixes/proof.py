@@ -289,7 +289,8 @@ def _describe_diluted(proof: Proof) -> str | None:
     if alone is None or len(others) < _DILUTED * len(proof.verifier.guilty):
         return None
     made = alone.run(proof.change)
-    return proof.verifier.meaning.on(alone).describe_replaced(proof.change, made, proof.edit) if made.ran else None
+    meaning = replace(proof.verifier.meaning, trials=alone)
+    return meaning.describe_replaced(proof.change, made, proof.edit) if made.ran else None
 
 
 def _judge_growth(proof: Proof) -> Said:
