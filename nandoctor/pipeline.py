@@ -35,6 +35,7 @@ from nandoctor.diagnosis.verdict import (
     doubt_draws,
     doubt_gradients,
     doubt_precision,
+    doubt_unread,
     judge,
     judge_backward,
     with_gaps,
@@ -51,6 +52,7 @@ from nandoctor.engine.samples import (
     fails_without,
     find_guilty,
     gradients_fail_without,
+    is_read,
     raises_anyway,
 )
 from nandoctor.engine.updates import measure_slots, trace_update
@@ -281,6 +283,9 @@ def _diagnose(replayed: Replayed, preparation: Preparation) -> Findings:
     findings = conclude_optimizer(replace(findings, slots=measure_slots(dump.moments, step.model)))
     if dump.recorded.update is not None and findings.verdict == "healthy":
         findings = conclude_update(findings, dump.recorded.update, trace_update(step, preparation.updater))
+    if findings.verdict == "healthy":
+        unread = [name for name in replayed.unlike if not is_read(step, name)]
+        findings = replace(findings, gaps=(*findings.gaps, *doubt_unread(unread)))
     reproduction, seeded = replayed.reproduction, replayed.random and step.randomness.seed is not None
     has_state, then = bool(dump.rng_states), other_torch(dump.recorded.torch)
     draws = tuple(doubt_draws(reproduction, has_state=has_state, other_torch=then)) if seeded else ()

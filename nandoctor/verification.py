@@ -145,7 +145,7 @@ def _conclude(found: Diagnosed, query: Query) -> Verification:
         step = replace(step, mode=replace(step.mode, training=True))
         modes = (attempt.training for attempt in report.reproduction.attempts)
         blank = replace(blank, run=mode_text(step.randomness.seed, *modes))
-    measured = blank if query.proved else _measure(blank, step, query, random=found.random)
+    measured = blank if query.proved else _measure(blank, step, query, found)
     measured = replace(measured, notes=tuple(_notes(measured, query, found.report.dump, step)))
     if reasons := list(_doubts(measured, found, query)):
         advice = ["Give the --seed with which the unchanged code fails."] if _draws_others(found, query) else []
@@ -199,7 +199,7 @@ def _describe_failure(found: Diagnosed, dump: Dump) -> str | None:
     return "the saved loss is non-finite" if found.step is not None and dump.saved_flags.loss is not None else None
 
 
-def _measure(blank: Verification, step: FailingStep, query: Query, *, random: bool) -> Verification:
+def _measure(blank: Verification, step: FailingStep, query: Query, found: Diagnosed) -> Verification:
     """Run the step with its gradients and its variations, and compare them with fp32.
 
     If memory runs out, nothing is known of the output.
@@ -208,9 +208,9 @@ def _measure(blank: Verification, step: FailingStep, query: Query, *, random: bo
     lowered = query.settings.loss_scale if is_lowered else None
     edit: Edit = Together(edits=()) if lowered is None else SetLossScale(value=lowered)
     try:
-        trials = Trials(step, TrialBudget(), numerics=False)
+        trials = Trials(step, TrialBudget(), numerics=False, as_saved=_is_far(found) is False)
         meaning = Meaning(trials=trials.with_gradients)
-        verifier = Verifier(trials, guilty=(), random=random, trusts_fp32=True, meaning=meaning)
+        verifier = Verifier(trials, guilty=(), random=found.random, trusts_fp32=True, meaning=meaning)
         judgement, checks = verifier.verify(WrittenChange(kind="source", title="", text="", change=None), edit)
         return replace(blank, output=judgement.outcome, checks=checks)
     except BudgetSpent:
@@ -234,7 +234,7 @@ def _doubts(measured: Verification, found: Diagnosed, query: Query) -> Iterator[
     graded = found.report.reproduction
     if not query.proved and graded.grade == "no-reference" and graded.num_bad_saved:
         yield f"None of the outputs is known to be the saved {graded.output}, so the step may be another than failed."
-    if not query.proved and not found.random and (graded.max_rel_err or 0.0) > WRONG:
+    if not query.proved and not found.random and _is_far(found):
         yield (
             f"The finite values of the saved {graded.output} are up to {percent(graded.max_rel_err)} off in the "
             "replay: the change alters them, or something of the failing step is missing from the file."
@@ -248,6 +248,12 @@ def _doubts(measured: Verification, found: Diagnosed, query: Query) -> Iterator[
         yield f"No file of the model has changed since the dump was written ({files}), and the step passes."
     else:
         yield "The dump holds no hashes of the code, so there is no telling whether it has changed."
+
+
+def _is_far(found: Diagnosed) -> bool | None:
+    """Return whether the replay's output is far from the finite values of the saved one; None if there are none."""
+    error = found.report.reproduction.max_rel_err
+    return None if error is None else error > WRONG
 
 
 def _draws_others(found: Diagnosed, query: Query) -> bool:

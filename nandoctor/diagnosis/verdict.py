@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from textwrap import shorten
 
@@ -14,7 +14,7 @@ from nandoctor.evidence.formats import FP8_E4M3, FP8_E5M2, FP32, FloatFormat
 from nandoctor.evidence.report import NOTHING_FOUND, Diagnosis, FirstNonfinite, Reproduction, Verdict
 from nandoctor.evidence.trace import SourceLine, Trace, describe_run
 from nandoctor.ops import BACKWARD_HOOK
-from nandoctor.text import file_line, join_first, nonfinite_part, part_of, percent, plural
+from nandoctor.text import are, code, file_line, join_first, nonfinite_part, part_of, percent, plural
 
 
 def find_gaps(trace: Trace, flags: SavedFlags, reproduction: Reproduction, *, has_loss: bool) -> Iterator[Gap]:
@@ -65,6 +65,16 @@ def describe_no_graph(message: str) -> Gap:
         text=f"The gradients could not be computed on this device. {message}",
         remedy="Replay it with --device on the kind of device used in training.",
     )
+
+
+def doubt_unread(names: Sequence[str]) -> Iterator[Gap]:
+    """Yield the gap of non-finite arrays of the file that a sound step neither takes nor gives."""
+    if names:
+        named = join_first([code(name) for name in names], 3)
+        yield Gap(
+            text=f"{named} {are(len(names))} non-finite in the file, and the replay neither reads it nor makes it so.",
+            remedy=f"If your loss reads {named}, pass --loss. If your code makes {named}, pass --call with that code.",
+        )
 
 
 def doubt_draws(reproduction: Reproduction, *, has_state: bool, other_torch: str) -> Iterator[Gap]:

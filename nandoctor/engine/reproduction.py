@@ -105,7 +105,8 @@ class Replayed:
     """The failing step in one call, mode and seed, its run's trace, and how well its output agrees with the saved one.
 
     `random` is True if the run drew random numbers, `any_random` if any run that was tried did. `plain` is the policy
-    without autocast if autocast was only a guess, of which nothing in the file shows that it was on.
+    without autocast if autocast was only a guess, of which nothing in the file shows that it was on. `unlike` names the
+    non-finite arrays of the file that a finite replay did not give.
     """
 
     step: FailingStep
@@ -115,6 +116,7 @@ class Replayed:
     any_random: bool = False
     notes: tuple[str, ...] = ()
     plain: Policy | None = None
+    unlike: tuple[str, ...] = ()
 
     @property
     def accepted(self) -> bool:
@@ -335,7 +337,9 @@ def _replay(steps: list[FailingStep], preparation: Preparation, *, is_first: boo
         plain = step.under(replace(step.mode.policy, format=FP32))
         return _replay([plain], preparation, is_first=is_first)
     reproduction = _grade_all(preparation, outcome.output, outcome.loss)
-    return Replayed(step=step, trace=outcome.trace, random=outcome.random, reproduction=reproduction)
+    spoilt = [named for named in preparation.dump.arrays.items() if trace.finite and not all_finite(named[1])]
+    unlike = tuple(named[0] for named in spoilt if not _agrees(grade(named, outcome.output)))
+    return Replayed(step=step, trace=trace, random=outcome.random, reproduction=reproduction, unlike=unlike)
 
 
 def _run(step: FailingStep, preparation: Preparation, *, backward: bool) -> Outcome:

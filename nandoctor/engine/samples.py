@@ -354,6 +354,17 @@ def fails_without(step: FailingStep, failing: Trace, sites: Sequence[OpSite]) ->
     return True
 
 
+def is_read(step: FailingStep, name: str) -> bool:
+    """Return True if forward or loss reads this array of the batch: with no values in it, something is another."""
+    batch = step.call.batch
+    emptied = replace(step, call=replace(step.call, batch={**batch, name: batch[name][:0]}))
+    try:
+        made, without = (it.run(watch=_OF_SAMPLES).trace for it in (step, emptied))
+    except (ModelError, LossError):
+        return True
+    return without.raised is not None or (made.output, made.loss) != (without.output, without.loss)
+
+
 def raises_anyway(step: FailingStep) -> bool:
     """Return True if an operation raises the same error though all that the step makes is finite; False in doubt.
 

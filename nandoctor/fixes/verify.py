@@ -70,6 +70,7 @@ class Trials:
 
     `fails`: the step is known to give NaN or Inf, and fp32 not. `is_another`: its batch, mode or seed is not that of
     the failing step. `writes_infinities`: infinities in its output are intended; None if only a run shows that.
+    `as_saved`: its output is the training's own, so what it is off fp32 is what the training's precision costs.
     """
 
     step: FailingStep
@@ -80,6 +81,7 @@ class Trials:
     fails: bool = False
     is_another: bool = False
     writes_infinities: bool | None = None
+    as_saved: bool = False
     _judgements: dict[frozenset[Change], Judgement] = field(default_factory=dict, init=False)
     _references: dict[frozenset[Change], Result] = field(default_factory=dict, init=False)
 
@@ -225,6 +227,8 @@ class Trials:
 
         Other samples may have a larger error than these. If all are finite, their error is the failure itself.
         """
+        if self.as_saved:
+            return BF16_TOLERANCE
         if self.step.low is not BF16 or (before := self.run()).finite:
             return TOLERANCE
         own_error = compare_runs(before, self.reference()).largest_finite_rel_err

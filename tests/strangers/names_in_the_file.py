@@ -40,6 +40,10 @@ def times_known(output, batch):
     return ((output.float() - batch["gauge"]).abs() * known).sum() / known.sum()
 
 
+def with_its_logit(model):
+    return {**GAUGES, "logit": model(GAUGES["waypoints"]).detach()}
+
+
 GAUGES = {"waypoints": normal(4, 8), "gauge": with_a_nan(normal(4, 3))}
 POISONED = "input . - poisoned-input"
 
@@ -47,6 +51,8 @@ POISONED = "input . - poisoned-input"
 @rows(POISONED, {"waypoints": with_a_nan(normal(4, 8))}, 8, 3, name="name nobody heard of", samples=(1,))
 @rows(POISONED, {"z": with_a_nan(normal(4, 8))}, 8, 3, name="named by the user", inputs="waypoints=z")
 @rows("not-reproduced", {"waypoints": normal(4, 8), "logit": with_a_nan(normal(3, 3))}, 8, 3, name="of another shape")
+@rows("cannot-tell", with_its_logit, 8, 3, name="gaps that nobody reads beside an output that agrees")
+@rows("healthy", with_its_logit, 8, 3, name="gaps that the loss reads beside it", loss=where_known)
 @rows("healthy", GAUGES, 8, 3, name="target with gaps of the output's shape", loss=where_known)
 @rows("input . - poisoned-target", GAUGES, 8, 3, name="gaps that are multiplied away", loss=times_known)
 class Locator(nn.Linear):
