@@ -104,13 +104,15 @@ class StepTracker:
         """Measure what the step left, and queue it for its decision."""
         if step is None or not step.flags:
             return
-        if self._scaler is None:
-            self._look_at_gradients(step, over_ranks=self._observer.sharded and not final)
         scale, version = self._read_scale()
         if version != step.scale_version and scale is not None and step.scale is not None:
             # Reading does not wait if an optimizer was not called: the scaler has already waited for the gradients.
             is_known = not scale.on_device or not self._has_all_updates(step)
             step.skipped = step.skipped or (is_known and scale.values() < step.scale.values())
+        if self._scaler is None:
+            self._look_at_gradients(step, over_ranks=self._observer.sharded and not final)
+        else:
+            self._foresee_skip(step)
         self._note_write(step)
         self._pending.append(step)
 
@@ -128,6 +130,13 @@ class StepTracker:
         if not (step.updates or step.decided or step.without_grad or step.skipped):
             gradients = self.trainers.find_all().gradients()
             step.accumulated = flag_magnitude(gradients, self._observer.device, ask_all=over_ranks)
+
+    def _foresee_skip(self, step: RecordedStep) -> None:
+        """Flag a micro-batch with non-finite gradients: what is added to them stays so, and the scaler will skip it."""
+        if not (step.updates or step.decided or step.without_grad or step.skipped):
+            largest = self.trainers.find_all().gradients()
+            if largest is not None:
+                step.skip = flag_nonfinite([torch.as_tensor(largest)], self._observer.device, ask_all=False)
 
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
