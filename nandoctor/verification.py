@@ -207,8 +207,10 @@ def _measure(blank: Verification, step: FailingStep, query: Query, found: Diagno
     is_lowered = query.dump.loss_scale not in (None, query.settings.loss_scale)
     lowered = query.settings.loss_scale if is_lowered else None
     edit: Edit = Together(edits=()) if lowered is None else SetLossScale(value=lowered)
+    off_saved = found.report.reproduction.max_rel_err
+    as_saved = off_saved is not None and off_saved <= WRONG
     try:
-        trials = Trials(step, TrialBudget(), numerics=False, as_saved=_is_far(found) is False)
+        trials = Trials(step, TrialBudget(), numerics=False, as_saved=as_saved)
         meaning = Meaning(trials=trials.with_gradients)
         verifier = Verifier(trials, guilty=(), random=found.random, trusts_fp32=True, meaning=meaning)
         judgement, checks = verifier.verify(WrittenChange(kind="source", title="", text="", change=None), edit)
@@ -234,7 +236,7 @@ def _doubts(measured: Verification, found: Diagnosed, query: Query) -> Iterator[
     graded = found.report.reproduction
     if not query.proved and graded.grade == "no-reference" and graded.num_bad_saved:
         yield f"None of the outputs is known to be the saved {graded.output}, so the step may be another than failed."
-    if not query.proved and not found.random and _is_far(found):
+    if not query.proved and not found.random and (graded.max_rel_err or 0.0) > WRONG:
         yield (
             f"The finite values of the saved {graded.output} are up to {percent(graded.max_rel_err)} off in the "
             "replay: the change alters them, or something of the failing step is missing from the file."
@@ -248,12 +250,6 @@ def _doubts(measured: Verification, found: Diagnosed, query: Query) -> Iterator[
         yield f"No file of the model has changed since the dump was written ({files}), and the step passes."
     else:
         yield "The dump holds no hashes of the code, so there is no telling whether it has changed."
-
-
-def _is_far(found: Diagnosed) -> bool | None:
-    """Return whether the replay's output is far from the finite values of the saved one; None if there are none."""
-    error = found.report.reproduction.max_rel_err
-    return None if error is None else error > WRONG
 
 
 def _draws_others(found: Diagnosed, query: Query) -> bool:

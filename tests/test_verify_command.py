@@ -212,39 +212,6 @@ def test_edits_that_change_nothing_are_no_fix(project, recorded, old, new, reaso
     assert run("replay", dump, "--model", "net.py:Net", "--check").exit_code == 125
 
 
-ROUGH = """
-import torch
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.cancel = nn.Linear(6, 6, bias=False)
-        self.out = nn.Linear(1, 1)
-
-    def forward(self, x):
-        return self.out(self.cancel(x).square().sum(1, keepdim=True).sqrt())
-
-def loss_of(output, batch):
-    return output.square().mean()
-"""
-
-
-def test_what_training_rounded_off_is_no_doubt(project):
-    """Only the gradients fail: the output is more than 1 % off fp32 and the very one that was saved."""
-    (project / "net.py").write_text(ROUGH)
-    net = importlib.import_module("net")
-    torch.manual_seed(0)
-    model, x = net.Net(), torch.cat([torch.zeros(1, 6), torch.randn(4, 6)])
-    with cuda_autocast(torch.bfloat16):
-        output = model(x).detach()
-    torch.save({"state_dict": model.state_dict(), "x": x, "output": output}, "dump.pth")
-    sys.modules.pop("net")
-    edit(project, old=".sqrt()", new=".clamp(min=1e-12).sqrt()")
-    verification = nandoctor.verify("dump.pth", "net.py:Net", loss="net.py:loss_of", changed=["net.py"])
-    assert (verification.outcome, verification.output.max_rel_err > 0.01) == ("passes", True)
-
-
 def test_dropout_without_its_random_state_cannot_be_told(project):
     dump = write_dump(project, "Dropping")
     edit(project)

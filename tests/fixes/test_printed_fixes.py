@@ -330,6 +330,20 @@ def test_a_choice_is_mended_along_with_the_gradients(project):
     assert nandoctor.verify("dump.pth", project.model, loss=project.loss).outcome == "passes"
 
 
+def test_what_training_rounded_off_is_no_doubt(project):
+    """Only gradients failed: in bf16 the output is more than 1 % off fp32, and it is the very one that was saved."""
+    torch.manual_seed(0)
+    layers = "self.cancel, self.out = nn.Linear(6, 6, bias=False), nn.Linear(1, 1)"
+    root = "return self.out(self.cancel(x).square().sum(1, keepdim=True).clamp(min=1e-12).sqrt())"
+    project.write(root, layers=layers, loss="return output.square().mean()")
+    model, x = project.build(), rows(0, of=NORMAL[:5, :6])
+    with nandoctor.cuda_autocast(torch.bfloat16):
+        output = model(x).detach()
+    project.save(model.state_dict(), x=x, output=output)
+    checked = nandoctor.verify("dump.pth", project.model, loss=project.loss, changed=["net.py"])
+    assert (checked.outcome, checked.output.max_rel_err > 0.01) == ("passes", True)
+
+
 @pytest.mark.slow
 def test_a_change_that_leaves_the_choice_is_not_verified(project):
     """Without the NaN, the output is that of fp32, and still chosen by an Inf."""
