@@ -283,7 +283,7 @@ def _diagnose(replayed: Replayed, preparation: Preparation) -> Findings:
     findings = conclude_optimizer(replace(findings, slots=measure_slots(dump.moments, step.model)))
     if dump.recorded.update is not None and findings.verdict == "healthy":
         findings = conclude_update(findings, dump.recorded.update, trace_update(step, preparation.updater))
-    if findings.verdict == "healthy":
+    if findings.verdict == "healthy" and not dump.is_recorded and dump.saved_flags.loss is None:
         unread = [name for name in replayed.unlike if not is_read(step, name)]
         findings = replace(findings, gaps=(*findings.gaps, *doubt_unread(unread)))
     reproduction, seeded = replayed.reproduction, replayed.random and step.randomness.seed is not None
