@@ -224,7 +224,7 @@ def diagnose(program: Sample, folder: Path) -> list[str]:
         f"samples {samples}": is_open or samples == rows,
     }
     wrong = [fault for fault, is_right in faults.items() if not (is_right or (is_open and said.verdict == "healthy"))]
-    if program.plant.right is not None and not program.plant.is_beyond:
+    if program.plant.right not in (None, program.plant.lines) and not program.plant.is_beyond:
         name = f"right_{program.plant.name.replace('-', '_')}_{program.seed}"
         healthy = _replay(program.right, program, folder, name)
         wrong += [] if healthy.verdict == "healthy" else [f"false alarm: {healthy.verdict}, {healthy.headline}"]
