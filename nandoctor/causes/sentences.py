@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from nandoctor.causes.base import Finding
-from nandoctor.changes.expression import operands
+from nandoctor.changes.expression import OPERATORS, operands
 from nandoctor.changes.places import maker_of
 from nandoctor.changes.source_tree import name_called
 from nandoctor.evidence.formats import FloatFormat
@@ -17,16 +17,7 @@ from nandoctor.ops import CASTS, DIVISIONS, GRADIENT_SUM, LOGARITHMS, NORMALISAT
 from nandoctor.text import are, code, excess, nonfinite_part, number, part_of
 
 _CAST_METHODS = frozenset({"to", "half", "bfloat16", "type", "type_as"})
-_OPERATORS: dict[type[ast.operator], str] = {
-    ast.Add: "add",
-    ast.Sub: "sub",
-    ast.Mult: "mul",
-    ast.Div: "div",
-    ast.MatMult: "matmul",
-    ast.Pow: "pow",
-    ast.Mod: "remainder",
-}
-_BINARY = frozenset(_OPERATORS.values()) | {"xlogy"}
+_BINARY = frozenset(OPERATORS.values()) | {"xlogy"}
 _OPERAND_KEYWORDS = frozenset({None, "input", "self", "other", "exponent"})
 _REFLECTED = {ast.Sub: "rsub", ast.Div: "reciprocal"}
 """The ops that torch calls if the left operand is a number: 1 - x, 1 / x."""
@@ -86,10 +77,10 @@ def _arguments(statement: ast.stmt, op: str, *, alone: bool) -> dict[str, ast.ex
     """Return the arguments of an operator, cast or function call by schema name; empty if they are not clear."""
     node = statement.value if isinstance(statement, ast.Expr) else statement
     name = name_called(node).rstrip("_")  # without the underscore of an in-place one
-    if isinstance(node, ast.AugAssign) and op == _OPERATORS.get(type(node.op)):
+    if isinstance(node, ast.AugAssign) and op == OPERATORS.get(type(node.op)):
         return {"self": node.target, "other": node.value, "exponent": node.value}
     if isinstance(node, ast.BinOp):
-        if op not in (_OPERATORS.get(type(node.op)), _REFLECTED.get(type(node.op))):
+        if op not in (OPERATORS.get(type(node.op)), _REFLECTED.get(type(node.op))):
             return {}
         first, second = operands(node, op)
         return {"self": first, "other": second, "exponent": second}

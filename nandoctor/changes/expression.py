@@ -15,6 +15,16 @@ from nandoctor.changes.source_tree import CannotWriteError, name_called
 from nandoctor.evidence.trace import OpCall
 from nandoctor.ops import PRODUCTS
 
+OPERATORS: Mapping[type, str] = {
+    ast.Add: "add",
+    ast.Sub: "sub",
+    ast.Mult: "mul",
+    ast.Div: "div",
+    ast.MatMult: "matmul",
+    ast.Pow: "pow",
+    ast.Mod: "remainder",
+}
+"""The ops that operators between tensors call."""
 _LOW_NAMES = frozenset({"half", "float16", "bfloat16"})
 _REFLECTED = frozenset({"reciprocal", "rsub"})
 """The ops that `1 / x` and `1 - x` call: their first argument is the right operand."""

@@ -18,7 +18,7 @@ from functools import cached_property, partial
 
 from nandoctor.changes.definitions import Definitions
 from nandoctor.changes.editor import HAS_EFFECTS, Editor
-from nandoctor.changes.expression import Expression, number_in, operands, root_of
+from nandoctor.changes.expression import OPERATORS, Expression, number_in, operands, root_of
 from nandoctor.changes.places import ancestors, dims_of, maker_of
 from nandoctor.changes.source_tree import (
     CannotWriteError,
@@ -34,7 +34,6 @@ from nandoctor.evidence.formats import BF16, FP16
 from nandoctor.evidence.trace import OpCall, OpTensor
 from nandoctor.ops import CASTS, CLAMPS, MAXIMA, MOVES
 
-_OPERATORS: dict[type, str] = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.Pow: "pow"}
 _UNTRACED_CASTS = frozenset({"float", "double", "clone", "contiguous"}) | CASTS
 _PUTS_ZEROS = frozenset({"dropout", "pad", "constant_pad_nd"})  # applied to a logarithm, they put 0 instead of -inf
 _MOVES = (MOVES - _PUTS_ZEROS) | {"diagonal", "masked_select", "index_select", "take_along_dim", "swapaxes"}
@@ -410,7 +409,7 @@ class LogSpace:
         if call is not None:
             takes_diagonal = call.op == "diag" and len(call.outputs[0].shape) == 1  # from a vector, diag makes zeros
             return "diagonal" if takes_diagonal else call.op, Expression(self._change, node, call)
-        name = _OPERATORS.get(type(node.op), "") if isinstance(node, ast.BinOp) else ""
+        name = OPERATORS.get(type(node.op), "") if isinstance(node, ast.BinOp) else ""
         if isinstance(node, ast.Subscript):
             name = "select"
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from nandoctor.dumps.stored_tensor import TorchName
 from nandoctor.dumps.trees import KIND, PACKED_SEQUENCE, Slot
-from nandoctor.torch_compat import is_wrapped, unwrap, version_of
+from nandoctor.torch_compat import is_wrapped, tree_tensors, unwrap, version_of
 from nandoctor.trees import MAX_DEPTH, Parts, attributes, parts, tree_map
 
 _NUMBERS_AND_TEXT: tuple[type[Any], ...] = (int, float, complex, str)
@@ -48,14 +48,8 @@ def copied(packed: Packed) -> Packed:
     """Return the same with copies of the tensors, which nothing writes to; unchanged if one was overwritten already."""
     if packed.overwritten:
         return packed
-    copies: list[torch.Tensor] = []
-
-    def copy(tensor: torch.Tensor) -> torch.Tensor:
-        copies.append(tensor.clone())
-        return copies[-1]
-
-    tree = map_tensors(packed.tree, copy)
-    return packed._replace(tree=tree, tensors=tuple((tensor, version_of(tensor)) for tensor in copies))
+    tree = map_tensors(packed.tree, torch.Tensor.clone)
+    return packed._replace(tree=tree, tensors=tuple((tensor, version_of(tensor)) for tensor in tree_tensors(tree)))
 
 
 def pack(value: Any, name: str, *, kinds: bool = False) -> Packed:

@@ -156,9 +156,9 @@ class ModuleCall(Place):
 
     depth: int
     enter: int
-    leave: int | None
-    inputs: tuple[TensorStats, ...]
-    outputs: tuple[TensorStats, ...]
+    leave: int | None = None
+    inputs: tuple[TensorStats, ...] = ()
+    outputs: tuple[TensorStats, ...] = ()
     state: tuple[TensorStats, ...] = ()
 
     @property
@@ -268,9 +268,9 @@ class OpCall:
     nth: int
     phase: Phase
     source: SourceLine | None
-    inputs: tuple[OpTensor, ...]
-    outputs: tuple[TensorStats, ...]
-    scalars: tuple[tuple[str, float], ...]
+    inputs: tuple[OpTensor, ...] = ()
+    outputs: tuple[TensorStats, ...] = ()
+    scalars: tuple[tuple[str, float], ...] = ()
     analysis: OpAnalysis | None = None
     forward: int | None = None
     inside: SourceLine | None = None

@@ -38,6 +38,7 @@ from nandoctor.repro_scripts.program import (
     find_failure,
     is_cast,
     kinds_of,
+    no_script,
     shrink,
     write_number,
 )
@@ -57,7 +58,11 @@ def make_script(report: Report, step: FailingStep | None) -> str:
     """
     if report.verdict in NOTHING_FOUND:
         raise NanDoctorError("Nothing non-finite occurred in the replay.", remedy=_SEE_REPLAY)
-    program = _find_program(report, step)
+    origin = report.origin
+    if step is None or origin is None or not _is_made_by_op(origin):
+        reason = f"{report.headline[0].upper()}{report.headline[1:].rstrip('.')}"
+        raise NanDoctorError(f"No operation of the model makes this failure. {reason}.", remedy=_SEE_REPLAY)
+    program = _extract_op(step, origin)
     failure = find_failure(program)
     if failure is None:
         raise NanDoctorError(
@@ -71,20 +76,8 @@ def make_script(report: Report, step: FailingStep | None) -> str:
         # Run the script as it is: it must fail as stated.
         complaint = run_afresh(script)
         if complaint is not None:
-            raise NanDoctorError(
-                f"The script does not fail on its own ({printable(complaint)}).",
-                remedy="`nandoctor replay -o report.json` saves what is known about it.",
-            )
+            raise no_script(f"The script does not fail on its own ({printable(complaint)}).")
     return script
-
-
-def _find_program(report: Report, step: FailingStep | None) -> Program:
-    """Return the op that makes the failure, with its tensors."""
-    origin = report.origin
-    if step is None or origin is None or not _is_made_by_op(origin):
-        reason = f"{report.headline[0].upper()}{report.headline[1:].rstrip('.')}"
-        raise NanDoctorError(f"No operation of the model makes this failure. {reason}.", remedy=_SEE_REPLAY)
-    return _extract_op(step, origin)
 
 
 def _is_made_by_op(origin: Origin) -> bool:
@@ -170,10 +163,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     kinds = {"nested": tensor.is_nested, "quantized": tensor.is_quantized, "complex": tensor.is_complex()}
     kinds |= {"sparse": tensor.layout != torch.strided, "torch.func's": is_wrapped(tensor)}
     for kind in (kind for kind, is_kind in kinds.items() if is_kind):
-        raise NanDoctorError(
-            f"The op took or gave a tensor that is {kind}, which cannot be written as a literal.",
-            remedy="`nandoctor replay -o report.json` saves what is known about it.",
-        )
+        raise no_script(f"The op took or gave a tensor that is {kind}, which cannot be written as a literal.")
     return tensor.detach().resolve_neg().to("cpu", copy=True)
 
 
@@ -322,10 +312,7 @@ def write_tensor(tensor: torch.Tensor) -> str:
     if len(values) > 1 and len({*map(repr, values)}) == 1:  # as text, -0.0 differs from 0.0, and all NaNs are equal
         return f"torch.full({shape}, {write_number(values[0], tensor.dtype)}, dtype={dtype})"
     if len(values) > _MAX_NUMEL:
-        raise NanDoctorError(
-            f"It takes {len(values)} values to fail, too many for a script.",
-            remedy="`nandoctor replay -o report.json` saves what is known about them.",
-        )
+        raise no_script(f"It takes {len(values)} values to fail, too many for a script.")
     nested = _write_nested(tensor.tolist(), tensor.dtype)
     line = f"torch.tensor({nested}, dtype={dtype})"
     if len(line) <= _TENSOR_WIDTH:

@@ -159,10 +159,12 @@ def _write_value(value: Any) -> str:
         return repr(value)
     if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
         return str(value)
-    raise NanDoctorError(
-        f"The op takes a {type(value).__name__}, which cannot be written as a literal.",
-        remedy="`nandoctor replay -o report.json` saves what is known about the op.",
-    )
+    raise no_script(f"The op takes a {type(value).__name__}, which cannot be written as a literal.")
+
+
+def no_script(why: str) -> NanDoctorError:
+    """Return the error for a failure that no script can show."""
+    return NanDoctorError(why, remedy="`nandoctor replay -o report.json` saves what is known about it.")
 
 
 def write_number(value: Any, dtype: torch.dtype) -> str:

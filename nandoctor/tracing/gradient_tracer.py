@@ -76,17 +76,7 @@ class GradientTracer:
         owner = self.owner_inside
         nth = self._num_claimed[owner, name]
         self._num_claimed[owner, name] += 1
-        return OpCall(
-            op=name,
-            order=0,
-            place=owner,
-            nth=nth,
-            phase="backward",
-            source=source,
-            inputs=(),
-            outputs=(),
-            scalars=(),
-        )
+        return OpCall(op=name, order=0, place=owner, nth=nth, phase="backward", source=source)
 
     def _watched(self, owner: Place, backward: Callable[..., Any]) -> Callable[..., Any]:
         """Return a hand-written backward whose ops are recorded as `owner`'s."""

@@ -114,9 +114,6 @@ class Tracer:
             call=self._num_calls[name],
             depth=len(self._open),
             enter=next(self._ticks),
-            leave=None,
-            inputs=(),
-            outputs=(),
         )
         self._num_calls[name] += 1
         self._open.append(_OpenCall(module=module, call=call, handling=sys.exc_info()[1]))

@@ -285,8 +285,6 @@ class OpTracer:
             source=at.source,
             inside=at.inside,
             called_from=at.called_from,
-            inputs=(),
-            outputs=(),
             scalars=tuple(call.scalars()),
             analysis=analysis,
             forward=forward,
