@@ -6,6 +6,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -72,8 +73,7 @@ def replay(
     Raises:
         NanDoctorError: the dump, the model, the call or an option is wrong; the message says what to do.
     """
-    listener = _listener(progress)
-    try:
+    with closing(_listener(progress)) as listener:
         dump, settings = _read(dump, options)
         found = replay_dump(dump, anchor(model), settings, progress=listener)
         arguments = _command_arguments(dump, {"model": model, **options})
@@ -82,8 +82,6 @@ def replay(
             found = tell_if_changed(found, dump, settings)
         listener.tell(found.report)
         return Case(add_fixes(found, settings))
-    finally:
-        listener.close()
 
 
 def _command_arguments(dump: Dump, given: Mapping[str, Any]) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from functools import partial
 from operator import attrgetter
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -95,14 +96,8 @@ def patched(patches: Iterable[Patch]) -> Iterator[None]:
     """
     with ExitStack() as undo:
         for place, wrap in patches:
-            original = look_up(place)
-            owner, name = look_up(place.rpartition(".")[0]), place.rpartition(".")[2]
-            own = vars(owner).get(name)
-            if own is None:  # inherited
-                undo.callback(delattr, owner, name)
-            else:
-                undo.callback(setattr, owner, name, own)
-            setattr(owner, name, wrap(original))
+            owner, _, name = place.rpartition(".")
+            undo.enter_context(patch.object(look_up(owner), name, wrap(look_up(place))))
         yield
 
 

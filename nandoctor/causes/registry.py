@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from itertools import pairwise
 from typing import Any, Protocol
 
 from nandoctor.causes import (
@@ -149,14 +149,11 @@ def find_page(code: str) -> Page:
 
 def _read_page(module: CauseModule) -> Page:
     assert module.__doc__ is not None
-    first, *lines = module.__doc__.splitlines()
-    starts = [index for index, line in enumerate(lines) if line in SECTIONS]
-    spans = pairwise([*starts, len(lines)])
+    first, *parts = re.split(f"^({'|'.join(SECTIONS)})$", module.__doc__, flags=re.MULTILINE)
+    paragraphs = (" ".join(part.split()) for part in parts[1::2])
     return Page(
         code=code_of(module),
         title=module.TITLE,
-        summary=first.removeprefix(f"{code_of(module)}: "),
-        sections=tuple(
-            (lines[start], " ".join(map(str.strip, lines[start + 1 : end])).strip()) for start, end in spans
-        ),
+        summary=first.strip().removeprefix(f"{code_of(module)}: "),
+        sections=tuple(zip(parts[::2], paragraphs, strict=True)),
     )

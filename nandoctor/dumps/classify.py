@@ -433,11 +433,8 @@ def read_second_moments(state: object, groups: object) -> tuple[SecondMoment, ..
     first: dict[int | str, SecondMoment] = {}
     for group in (group for group in groups if isinstance(group, Mapping)):
         for key, moment in _of_group(group, state):
-            first.setdefault(key, moment)
-    return tuple(
-        replace(moment, index=key if isinstance(key, int) else number)
-        for number, (key, moment) in enumerate(first.items())
-    )
+            first.setdefault(key, replace(moment, index=key if isinstance(key, int) else len(first)))
+    return tuple(first.values())
 
 
 def _of_group(
