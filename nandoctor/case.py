@@ -98,7 +98,7 @@ def _listener(progress: Progress | None) -> Listener:
     if progress is not None:
         return listener_of(progress)
     if "IPython" in sys.modules:
-        from nandoctor.views.notebook import NotebookProgress, is_notebook
+        from nandoctor.views.progress import NotebookProgress, is_notebook
 
         return NotebookProgress() if is_notebook() else Listener()
     return Listener()

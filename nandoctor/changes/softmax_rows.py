@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 from nandoctor.changes.expression import Expression
-from nandoctor.changes.places import dims_of
 from nandoctor.changes.running_op import RunningOp
-from nandoctor.changes.source_tree import CannotWriteError, grouped
+from nandoctor.changes.source_tree import grouped
 from nandoctor.changes.source_writer import SourceWriter
 from nandoctor.evidence.edits import OpSite, SingleEdit, kind_of_change
 
@@ -48,7 +47,7 @@ class UnmaskRows(SingleEdit):
             return
         change, scores = expression.editor, expression.argument_node("self")
         name = change.new_name("empty", expression.node)
-        before = f"{name} = torch.isneginf({change.code(scores)}).all({_dim_of(expression)}, keepdim=True)"
+        before = f"{name} = torch.isneginf({change.code(scores)}).all({expression.argument('dim')}, keepdim=True)"
         opened = change.code(expression.node, {scores: f"{change.operand(scores)}.masked_fill({name}, 0.0)"})
         change.replace(expression.node, f"{opened}.masked_fill({name}, 0.0)", (before,))
 
@@ -59,14 +58,3 @@ def _write_attention(expression: Expression) -> None:
     empty = f"~{text}.any(-1, keepdim=True)"
     whole = expression.editor.code(expression.node, {mask: f"{text} | {empty}"})
     expression.editor.replace(expression.node, f"{whole}.masked_fill({empty}, 0.0)")
-
-
-def _dim_of(expression: Expression) -> str:
-    """Return the dimension of a softmax, as it is written or, of a call without it, as the run took it."""
-    try:
-        return expression.argument("dim")
-    except CannotWriteError:
-        taken = dims_of(expression.op) if expression.op is not None else ""
-        if not taken:
-            raise
-        return taken

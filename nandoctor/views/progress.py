@@ -1,10 +1,12 @@
-"""Show the progress of a replay: a bar with the time left and, on a terminal, the answer once it is known."""
+"""Show the progress of a replay, on a terminal or below a notebook's cell: a bar, and the answer once it is known."""
 
 from __future__ import annotations
 
+import io
 import math
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from typing import Any
 
@@ -102,3 +104,48 @@ class ReplayDisplay(ReplayBar):
         """Show the bar while the replay runs; what a model prints goes to standard error."""
         with redirect_stdout(sys.stderr), self.display:
             yield self
+
+
+_NOTEBOOK_WIDTH = 100
+_UPDATE_S = 0.2
+
+
+def is_notebook() -> bool:
+    """Return True if there is a front end that can replace an output, as Jupyter's."""
+    get_ipython: Callable[[], Any] = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
+    return getattr(get_ipython(), "kernel", None) is not None
+
+
+class NotebookProgress(ReplayBar):
+    """A listener that shows a replay below its cell: the bar, and the diagnosis once it is known."""
+
+    stops_gently = True
+
+    def __init__(self) -> None:
+        self._text = Console(file=io.StringIO(), width=_NOTEBOOK_WIDTH, force_jupyter=False)
+        super().__init__(self._text)
+        self._card = ""
+        self._shown_s = -math.inf
+        self._output = sys.modules["IPython.display"].display({"text/plain": ""}, raw=True, display_id=True)
+
+    def tell(self, report: Report) -> None:
+        """Show the diagnosis above the bar of the search."""
+        from nandoctor.views.html import card_of  # noqa: PLC0415 - a terminal needs no jinja2
+
+        self._card, self._shown_s = card_of(report), -math.inf
+        self.searched(0, None, "")
+
+    def close(self) -> None:
+        """Empty the output: the cell's own result shows the whole report."""
+        self._output.update({"text/plain": ""}, raw=True)
+
+    def show(self, **changed: Any) -> None:
+        """Move the bar, and put its text in place of the cell's output."""
+        super().show(**changed)
+        if time.monotonic() - self._shown_s < _UPDATE_S:
+            return
+        self._shown_s = time.monotonic()
+        with self._text.capture() as line:
+            self._text.print(self.display.get_renderable())
+        text = line.get().rstrip()
+        self._output.update({"text/plain": text, "text/html": f"{self._card}<pre>{text}</pre>"}, raw=True)

@@ -10,8 +10,7 @@ import torch
 from rich.console import Console
 from tiny_models import Overflowing
 
-from nandoctor.views import notebook
-from nandoctor.views.progress import ReplayBar
+from nandoctor.views import progress
 
 
 def text_of(bar):
@@ -24,7 +23,7 @@ def text_of(bar):
     ("most", "shown"), [(200, "14 of at most 200 runs"), (None, "14 runs"), (float("inf"), "14 runs")]
 )
 def test_a_search_tells_its_runs_and_the_best_fix(most, shown):
-    bar = ReplayBar(Console(file=io.StringIO()))
+    bar = progress.ReplayBar(Console(file=io.StringIO()))
     bar("fp32", 12, 12)
     bar.searched(14, most, "")
     assert "Fixes" in text_of(bar)
@@ -55,17 +54,17 @@ def output(monkeypatch):
     made = Output()
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: None))
     monkeypatch.setitem(sys.modules, "IPython.display", made)
-    monkeypatch.setattr(notebook, "is_notebook", lambda: True)
-    monkeypatch.setattr(notebook, "_UPDATE_S", 0.0)
+    monkeypatch.setattr(progress, "is_notebook", lambda: True)
+    monkeypatch.setattr(progress, "_UPDATE_S", 0.0)
     return made
 
 
 def test_a_notebook_shows_the_diagnosis_above_the_search(output):
-    progress = notebook.NotebookProgress()
-    progress("fp32", 3, 12)
-    progress.tell(factory.fixable())
-    progress.searched(5, 200, "")
-    progress.close()
+    shown = progress.NotebookProgress()
+    shown("fp32", 3, 12)
+    shown.tell(factory.fixable())
+    shown.searched(5, 200, "")
+    shown.close()
     running, diagnosed, searching, ended = output.shown
     assert "3/12 layers" in running["text/plain"]
     assert "divides 0 by 0" in diagnosed["text/html"]
@@ -77,8 +76,8 @@ def test_an_interrupt_in_a_notebook_gives_the_report_so_far(output, replay, monk
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(notebook.NotebookProgress, "searched", interrupt)
-    monkeypatch.setattr(notebook.NotebookProgress, "tell", lambda *_: None)
+    monkeypatch.setattr(progress.NotebookProgress, "searched", interrupt)
+    monkeypatch.setattr(progress.NotebookProgress, "tell", lambda *_: None)
     report = replay(Overflowing, {"image": torch.ones(2, 4)})
     assert report.cause is not None
     assert any("interrupt" in note.lower() for note in report.search_notes)
