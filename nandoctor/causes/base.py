@@ -373,9 +373,10 @@ def mask_candidates(op: OpCall, argument: str, ops: Sequence[OpCall], *, safe: f
     Nothing else reads it up to there, and each element is made of one.
     """
     made, site = op, site_of(op)
+    forward = [it for it in ops if it.phase != "backward" and it.forward is None]
     while not (made.op in _MIX_ELEMENTS or made.outputs[0].shape != op.outputs[0].shape):
         order = made.order
-        readers = [it for it in ops if it.phase != "backward" and it.forward is None and _reads(it, order)]
+        readers = [it for it in forward if any(tensor.producer == order for tensor in it.inputs)]
         if len(readers) != 1:
             return
         made = readers[0]
@@ -386,7 +387,3 @@ def mask_candidates(op: OpCall, argument: str, ops: Sequence[OpCall], *, safe: f
         if len(taken) == 1 and (has_mask or (made.op in TRIANGLES and not safe)):
             masked = taken[0].name
             yield (MaskFirst(site=site, argument=argument, safe=safe, mask=site_of(made), masked=masked),)
-
-
-def _reads(op: OpCall, order: int) -> bool:
-    return any(tensor.producer == order for tensor in op.inputs)

@@ -117,27 +117,20 @@ class Definitions:
     def remove_unread(self, replaced: Iterable[ast.AST], still_read: Set[str]) -> None:
         """Remove the assignments that were resolved and that nothing reads without the `replaced` expressions."""
         gone: set[ast.AST] = {below for node in replaced for below in ast.walk(node)}
-        left = list(self.passed)
-        while True:
-            read = [
-                node
-                for node in ast.walk(self._function)
-                if isinstance(node, ast.Name) and node not in gone and not self.is_target(node)
-            ]
-            more = [node for node in left if _name_of(node) not in still_read and not self._reads(node, read)]
-            if not more:
-                return
-            for statement in more:
+        names = [node for node in ast.walk(self._function) if isinstance(node, ast.Name) and not self._is_target(node)]
+        left = [node for node in self.passed if _name_of(node) not in still_read]
+        while unread := [node for node in left if not self._is_read(node, names, gone)]:
+            for statement in unread:
                 self._editor.remove(statement)
-            left = [node for node in left if node not in more]
-            gone.update(below for node in more for below in ast.walk(node))
+                gone.update(ast.walk(statement))
+            left = [node for node in left if node not in unread]
 
-    def _reads(self, assignment: ast.Assign, names: Iterable[ast.Name]) -> bool:
-        """Return True if one of the names may refer to what an assignment binds."""
-        same = (name for name in names if name.id == _name_of(assignment))
+    def _is_read(self, assignment: ast.Assign, names: Iterable[ast.Name], gone: Set[ast.AST]) -> bool:
+        """Return True if one of the names, but those `gone`, may refer to what an assignment binds."""
+        same = (name for name in names if name.id == _name_of(assignment) and name not in gone)
         return any(self.value_of(name) in (None, assignment.value) for name in same)
 
-    def is_target(self, node: ast.AST) -> bool:
+    def _is_target(self, node: ast.AST) -> bool:
         """Return True if a name is a target of an assignment."""
         parent = self._tree.parent(node)
         return isinstance(parent, ast.Assign) and node is not parent.value
@@ -163,13 +156,11 @@ def _written_by(call: ast.Call) -> Iterator[ast.AST]:
 
 def _base_name(target: ast.AST) -> str:
     """Return the `x` of `x`, `x[0]`, `x.data`, `x.view(-1)` and `*x`, or a dotted name; "" for anything else."""
-    while True:
-        if isinstance(target, ast.Call) and isinstance(target.func, ast.Attribute):
-            target = target.func.value
-        elif isinstance(target, ast.Subscript | ast.Starred) or (
-            isinstance(target, ast.Attribute) and target.attr in _SAME_MEMORY
-        ):
-            target = target.value
-        else:
-            break
-    return ast.unparse(target) if isinstance(target, ast.Name | ast.Attribute) else ""
+    match target:
+        case ast.Call(func=ast.Attribute(value=inner)) | ast.Subscript(value=inner) | ast.Starred(value=inner):
+            return _base_name(inner)
+        case ast.Attribute(value=inner, attr=name) if name in _SAME_MEMORY:
+            return _base_name(inner)
+        case ast.Name() | ast.Attribute():
+            return ast.unparse(target)
+    return ""

@@ -155,11 +155,6 @@ class KeepLines(SingleEdit):
         where = f"line{'s' * (len(self.lines) > 1)} {numbers} of {cell_name(self.lines[0].file)}"
         return f"Compute {where} in {self.format}{'' if self.off_autocast else ', and cast the result back'}"
 
-    @property
-    def whole_lines(self) -> tuple[SourceLine, ...]:
-        """The lines."""
-        return self.lines
-
     def write(self, source: SourceWriter) -> None:
         """Cast the tensors of each line where their names are read, and what the last one returns or assigns."""
         method, made = ("float" if self.format is FP32 else "double"), set[str]()

@@ -67,7 +67,7 @@ class SingleEdit:
     @property
     def whole_lines(self) -> tuple[SourceLine, ...]:
         """The lines that the change is made in, if it is none of single ops."""
-        return ()
+        return getattr(self, "lines", ())
 
     @property
     def edges(self) -> tuple[float, ...]:
