@@ -26,11 +26,9 @@ def number(value: float | None, *, unlike: float | None = None) -> str:
     """
     if value is None:
         return "?"
-    for digits in range(3, 18):  # 17 significant digits tell any two float64 apart
-        text = _to_digits(value, digits)
-        if unlike is None or text != _to_digits(unlike, digits):
-            return text
-    return _to_digits(value, 3)
+    # 17 significant digits tell any two float64 apart.
+    unequal = (it for it in range(3, 18) if unlike is None or _to_digits(value, it) != _to_digits(unlike, it))
+    return _to_digits(value, next(unequal, 3))
 
 
 def _to_digits(value: float, digits: int) -> str:

@@ -55,17 +55,14 @@ def ancestors(
     ops: Sequence[OpCall], tensor: OpTensor, steps: int, *, through: frozenset[str] | None = None
 ) -> Iterator[OpCall]:
     """Yield the ops that made `tensor`, nearest first, at most `steps` back; `through`: pass these op names only."""
-    wave, seen = [tensor.producer], set()
-    for _ in range(steps):
-        following: list[int | None] = []
-        for order in wave:
-            if order is None or order in seen:
-                continue
-            seen.add(order)
-            yield ops[order]
-            if through is None or ops[order].op in through:
-                following += [parent.producer for parent in ops[order].inputs]
-        wave = following
+    waiting, seen = [(tensor.producer, steps)], set[int]()
+    for order, num_left in waiting:  # it grows meanwhile
+        if order is None or order in seen or not num_left:
+            continue
+        seen.add(order)
+        yield ops[order]
+        if through is None or ops[order].op in through:
+            waiting += [(parent.producer, num_left - 1) for parent in ops[order].inputs]
 
 
 def descendants(ops: Sequence[OpCall], made: int, steps: int) -> Iterator[OpCall]:

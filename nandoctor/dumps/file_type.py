@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from io import BufferedReader
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -246,11 +247,9 @@ def _find_members(data: mmap.mmap) -> dict[str, Member]:
     if len({entry.filename.casefold() for entry in entries}) < len(entries):
         raise damaged("a part of it occurs twice")
     members = {entry.filename: _locate(data, entry) for entry in entries}
-    end = 0
-    for member in sorted(members.values(), key=lambda member: (member.offset, member.nbytes)):
-        if member.offset < end:
-            raise damaged("two parts of it overlap")
-        end = member.offset + member.nbytes
+    in_order = sorted(members.values(), key=lambda member: (member.offset, member.nbytes))
+    if any(after.offset < member.offset + member.nbytes for member, after in pairwise(in_order)):
+        raise damaged("two parts of it overlap")
     return members
 
 
