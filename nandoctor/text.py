@@ -15,6 +15,7 @@ _CODE_WIDTH = 60
 _MAX_LISTED = 12
 _MAX_SAMPLES = 3
 _LEAST_SHARE = 1e-5
+_UNITS = ("kB", "MB", "GB", "TB")
 MAX_SAMPLES_LISTED = 64
 """At most so many affected samples of a tensor are listed; a list of this length may be incomplete."""
 
@@ -181,12 +182,8 @@ def byte_size(nbytes: int) -> str:
     """Format a file's size in decimal units: 812 bytes, 1.25 MB."""
     if nbytes < 1000:
         return plural(nbytes, "byte")
-    size, unit = nbytes / 1000, "kB"
-    for larger in ("MB", "GB", "TB"):
-        if size < 1000:
-            break
-        size, unit = size / 1000, larger
-    return f"{number(size)} {unit}"
+    power = min((len(str(nbytes)) - 1) // 3, len(_UNITS))
+    return f"{number(nbytes / 1000**power)} {_UNITS[power - 1]}"
 
 
 def join_words(words: Sequence[str], last: str = "and") -> str:

@@ -199,7 +199,8 @@ class Editor:
         """Return the lines of a statement as they become."""
         start, end = self.tree.lines_of(node)
         indent, previous = self.tree.indent_of(node), self.tree.previous(node)
-        is_joined = previous is not None and bool(lines.header) and self._header_of(previous) == lines.header
+        above = self._lines.get(previous) if previous is not None else None
+        is_joined = above is not None and bool(lines.header) and above.header == lines.header
 
         def make(inner: str) -> str:
             texts, inside = [*lines.before], indent + self.tree.unit if is_joined else indent
@@ -210,9 +211,6 @@ class Editor:
             return "".join([*made, "" if lines.is_removed else inner])
 
         return _Region(start=start, end=end, make=make)
-
-    def _header_of(self, node: ast.stmt) -> str:
-        return self._lines[node].header if node in self._lines else ""
 
     def _written(self, start: int, end: int, regions: Iterable[_Region]) -> str:
         """Return the text between two offsets with the regions inside written anew."""

@@ -194,9 +194,9 @@ class SourceLine:
 class OpTensor:
     """An input or output tensor of an operation.
 
-    `name` is the parameter's name in the op's schema; `stats` is None for tensors without floating-point values.
-    `producer` is the `order` of the traced op that wrote the tensor last, None if it came from outside the traced span;
-    `origin` then says from where, if known.
+    `name` is the parameter's name in the op's schema, "" for a gradient; `stats` is None for tensors without
+    floating-point values. `producer` is the `order` of the traced op that wrote the tensor last, None if it came from
+    outside the traced span; `origin` then says from where, if known.
     """
 
     name: str

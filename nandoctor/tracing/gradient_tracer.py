@@ -94,10 +94,10 @@ class GradientTracer:
 
     def calls(self) -> tuple[OpCall, ...]:
         """Return the records of the backward pass."""
-        return collect_calls(self._recordings, named=False)
+        return collect_calls(self._recordings)
 
     def _add(self, call: OpCall, taken: list[Reading], given: list[Reading], analysis: OpAnalysis | None) -> None:
-        incoming: list[Input] = [(OpTensor(name="grad_output", stats=None), reading) for reading in taken]
+        incoming: list[Input] = [(OpTensor(name="", stats=None), reading) for reading in taken]
         recorded = replace(call, order=len(self._recordings), analysis=analysis)
         self._recordings.append(Recording(recorded, incoming, given))
 

@@ -78,10 +78,10 @@ class Recording(NamedTuple):
     outputs: list[Reading]
 
 
-def collect_calls(recordings: Sequence[Recording], *, named: bool = True) -> tuple[OpCall, ...]:
-    """Return the recorded ops with their tensors; `named`: the statistics of inputs go by their arguments' names."""
+def collect_calls(recordings: Sequence[Recording]) -> tuple[OpCall, ...]:
+    """Return the recorded ops with their tensors; the statistics of inputs go by their arguments' names."""
     stats = collect_all(
-        [[(tensor.name if named else "", reading) for tensor, reading in it.inputs if reading] for it in recordings]
+        [[(tensor.name, reading) for tensor, reading in it.inputs if reading] for it in recordings]
         + [[("", reading) for reading in it.outputs] for it in recordings]
     )
     calls = []
