@@ -105,18 +105,16 @@ def find_outputs(
     else:
         taken = {*required_names(model), *(item.rpartition("=")[2] for item in settings.inputs)}
         names = saved_outputs(dump.arrays, settings.output, taken=taken, read=names_read(functions, dump.arrays))
-    first = next(iter(names), None)
-    if first is None:
-        return SavedOutputs(names=tuple(names), graded=_saved_number(dump), field=settings.output)
-    return SavedOutputs(names=tuple(names), graded=(first, dump.arrays[first]), field=settings.output)
+    graded = (names[0], dump.arrays[names[0]]) if names else _saved_number(dump)
+    return SavedOutputs(names=tuple(names), graded=graded, field=settings.output)
 
 
 def names_read(functions: Collection[Callable[..., Any] | None], arrays: Collection[str]) -> frozenset[str]:
     """Return the arrays whose names, or names within a container, are among the texts in the functions."""
     texts = set[str]()
     waiting = [getattr(it.forward if isinstance(it, nn.Module) else it, "__code__", None) for it in functions]
-    while waiting:
-        constants = getattr(waiting.pop(), "co_consts", ())
+    for code in waiting:  # it grows meanwhile
+        constants = getattr(code, "co_consts", ())
         texts.update(constant for constant in constants if isinstance(constant, str))
         waiting += [constant for constant in constants if isinstance(constant, CodeType)]
     return frozenset(name for name in arrays if name in texts or name.rpartition(".")[2] in texts)
