@@ -188,7 +188,7 @@ class LogSpace:
         if made is None:
             return None
         is_given = isinstance(parse_expression(made.text), ast.Name | ast.Attribute | ast.Subscript)
-        is_term = isinstance(next(self._tree.ancestors(node), None), ast.BinOp)  # else it may be written to later
+        is_term = isinstance(self._tree.parent(node), ast.BinOp)  # else it may be written to later
         return f"{made.text}.clone()" if is_given and not (made.is_low or is_term) else made.wide
 
     def _log_of(self, node: ast.expr) -> _Log | None:

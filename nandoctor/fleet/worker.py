@@ -88,20 +88,7 @@ def _replay(job: Job) -> JobAnswer:
     if found.report.verdict == "not-reproduced":
         found = tell_if_changed(found, dump, job.settings)
     report = add_fixes(found, job.settings)
-    result = DumpResult(
-        path=job.shown,
-        key=job.key,
-        outcome="analysed",
-        finding=_find(report),
-        run=_run_of(dump),
-        step=dump.step,
-        sources=tuple(_list_sources(found)),
-    )
-    return JobAnswer(result=result, report=to_json(report), page=page_of(report) if job.settings.fixes else "")
-
-
-def _find(report: Report) -> DumpFinding:
-    return DumpFinding(
+    finding = DumpFinding(
         verdict=report.verdict,
         grade=report.reproduction.grade,
         headline=report.headline,
@@ -110,6 +97,16 @@ def _find(report: Report) -> DumpFinding:
         place=_describe_place(report),
         fix=next((fix.title for fix in report.fixes if fix.verified), ""),
     )
+    result = DumpResult(
+        path=job.shown,
+        key=job.key,
+        outcome="analysed",
+        finding=finding,
+        run=_run_of(dump),
+        step=dump.step,
+        sources=tuple(_list_sources(found)),
+    )
+    return JobAnswer(result=result, report=to_json(report), page=page_of(report) if job.settings.fixes else "")
 
 
 def _describe_place(report: Report) -> CodePlace:
