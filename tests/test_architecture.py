@@ -34,7 +34,7 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_372, "tests": 29_986, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_369, "tests": 29_986, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_939,
@@ -48,7 +48,7 @@ MAX_LINES_OF_ROOMS = {
     "engine": 2_871,
     "evidence": 1_706,
     "fixes": 4_227,
-    "fleet": 691,
+    "fleet": 688,
     "repro_scripts": 617,
     "step": 3_046,
     "tracing": 1_649,
