@@ -47,7 +47,7 @@ class _Statement:
     """A top-level statement: the names that it binds, and those that it or its functions read.
 
     `changes` are objects that it writes into, calls a method of or is decorated by. `always` is True for what sets up
-    the import system or torch, and for an import that nothing in the file reads.
+    the import system, torch or another module, and for an import that nothing in the file reads.
     """
 
     node: ast.stmt
@@ -70,7 +70,7 @@ class Script:
         read = [_analyse(node) for node in nodes if node not in future]
         used = {name for statement in read for name in statement.reads}
         self._modules = {name for it in read if isinstance(it.node, ast.Import) for name in it.binds}
-        self._statements = [_marked(replace(it, changes=it.changes - self._modules), used) for it in read]
+        self._statements = [_marked(it, used, self._modules) for it in read]
         self._functions = list(_runnable(nodes))
         self._defined = {name: it.reads for it in read if isinstance(it.node, _DEFINITIONS) for name in it.binds}
         # Python compiles `torch.exp(x)` in another way where it sees the import. Fixes are run by replacing equal code.
@@ -265,15 +265,14 @@ def _base(node: ast.expr) -> str | None:
     return node.id if isinstance(node, ast.Name) else None
 
 
-def _marked(statement: _Statement, used: set[str]) -> _Statement:
-    node = statement.node
+def _marked(statement: _Statement, used: set[str], modules: set[str]) -> _Statement:
+    node, own = statement.node, statement.changes - modules
     if isinstance(node, _IMPORTS):
         always = statement.binds.isdisjoint(used) or any(alias.name == "*" for alias in node.names)
     else:
-        text = ast.unparse(node)
-        is_setting = isinstance(node, ast.Assign) and text.startswith(("os.environ", "torch."))
-        always = is_setting or text.startswith("sys.path.") or _sets_torch(node)
-    return replace(statement, always=always)
+        is_setting = isinstance(node, ast.Assign) and own != statement.changes  # `np.float = float`
+        always = is_setting or ast.unparse(node).startswith("sys.path.") or _sets_torch(node)
+    return replace(statement, changes=own, always=always)
 
 
 def _sets_torch(node: ast.stmt) -> bool:

@@ -47,6 +47,7 @@ WIDTHS = {
         "from types import SimpleNamespace\ncfg = SimpleNamespace()\ncfg.width = 4",
         "cfg.width",
     ),
+    "a module that is patched": ("import math\nmath.width = 4", "math.width"),
     "a loop": ("layers = []\nfor width in (1, 4):\n    layers.append(width)", "layers[-1]"),
     "a choice": ("if torch.cuda.is_available() or True:\n    WIDTH = 4\nelse:\n    WIDTH = 1", "WIDTH"),
     "another function": ("SCALE = 2\ndef width(n):\n    x = n * SCALE\n    return x", "width(2)"),
