@@ -32,10 +32,10 @@ from nandoctor.diagnosis.verdict import (
     describe_idle_state,
     describe_no_graph,
     describe_runs,
+    doubt_broken,
     doubt_draws,
     doubt_gradients,
     doubt_precision,
-    doubt_unread,
     judge,
     judge_backward,
     with_gaps,
@@ -284,8 +284,8 @@ def _diagnose(replayed: Replayed, preparation: Preparation) -> Findings:
     if dump.recorded.update is not None and findings.verdict == "healthy":
         findings = conclude_update(findings, dump.recorded.update, trace_update(step, preparation.updater))
     if findings.verdict == "healthy" and not dump.is_recorded and dump.saved_flags.loss is None:
-        unread = [name for name in replayed.unlike if not is_read(step, name)]
-        findings = replace(findings, gaps=(*findings.gaps, *doubt_unread(unread)))
+        broken = [*(name for name in replayed.unlike if not is_read(step, name)), *dump.list_broken()]
+        findings = replace(findings, gaps=(*findings.gaps, *doubt_broken(broken)))
     reproduction, seeded = replayed.reproduction, replayed.random and step.randomness.seed is not None
     has_state, then = bool(dump.rng_states), other_torch(dump.recorded.torch)
     draws = tuple(doubt_draws(reproduction, has_state=has_state, other_torch=then)) if seeded else ()

@@ -11,7 +11,7 @@ from nandoctor.diagnosis.conclusion import Conclusion, Findings, Gap, conclude
 from nandoctor.diagnosis.run_summary import outputs_differ, relative_error
 from nandoctor.evidence.dump_summary import NO_TARGET, ArraySummary, DumpSummary, SavedFlags
 from nandoctor.evidence.formats import FP8_E4M3, FP8_E5M2, FP32, FloatFormat
-from nandoctor.evidence.report import NOTHING_FOUND, Diagnosis, FirstNonfinite, Reproduction, Verdict
+from nandoctor.evidence.report import NOTHING_FOUND, WRONG, Diagnosis, FirstNonfinite, Reproduction, Verdict
 from nandoctor.evidence.trace import SourceLine, Trace, describe_run
 from nandoctor.ops import BACKWARD_HOOK
 from nandoctor.text import are, code, file_line, join_first, nonfinite_part, part_of, percent, plural
@@ -67,13 +67,23 @@ def describe_no_graph(message: str) -> Gap:
     )
 
 
-def doubt_unread(names: Sequence[str]) -> Iterator[Gap]:
-    """Yield the gap of non-finite arrays of the file that a sound step neither takes nor gives."""
+def doubt_broken(names: Sequence[str]) -> Iterator[Gap]:
+    """Yield the gap of what a file holds that is non-finite, and that a sound step neither takes nor gives."""
     if names:
         named = join_first([code(name) for name in names], 3)
         yield Gap(
             text=f"{named} {are(len(names))} non-finite in the file, and the replay neither reads it nor makes it so.",
             remedy=f"If your loss reads {named}, pass --loss. If your code makes {named}, pass --call with that code.",
+        )
+
+
+def doubt_output(reproduction: Reproduction) -> Iterator[Gap]:
+    """Yield the gap of a sound step whose output is another than the saved one."""
+    if (reproduction.max_rel_err or 0.0) > WRONG:
+        yield Gap(
+            text=f"The finite values of the saved {reproduction.output} are up to {percent(reproduction.max_rel_err)} "
+            "off in the replay: the code has changed since, or something of the step is missing from the file.",
+            remedy="Try the --mode, --seed, --inputs or --amp-dtype that training used.",
         )
 
 
@@ -178,7 +188,8 @@ def with_gaps(
     `draws` doubts the random numbers that the step draws.
     """
     rounding = doubt_rounding(findings.trace, findings.reference, random=findings.random)
-    gaps = (*find_gaps(findings.trace, flags, reproduction, has_loss=has_loss), *rounding, *findings.gaps, *draws)
+    off = doubt_output(reproduction) if findings.verdict == "healthy" and not findings.random else ()
+    gaps = (*find_gaps(findings.trace, flags, reproduction, has_loss=has_loss), *rounding, *findings.gaps, *draws, *off)
     if findings.verdict not in NOTHING_FOUND:
         return replace(findings, notes=(*findings.notes, *(gap.text for gap in (*findings.gaps, *draws))))
     return replace(
@@ -276,7 +287,8 @@ def _headline_of_place(trace: Trace, first: Diagnosis | None, place: FirstNonfin
             return f"{given}: a hook of that tensor did, or the sum of several gradients"
         return f"The forward is finite; the gradient of {where} is the first non-finite one {_under(trace)}"
     if place is None:
-        return f"The output is non-finite {_under(trace)}, and no traced operation made it so"
+        what = "gradients are" if trace.finite else "output is"
+        return f"The {what} non-finite {_under(trace)}, and no traced operation made it so"
     found = place.elements
     what = nonfinite_part(found.kinds, found.num_bad, found.numel, "element")
     return f"{_describe_place(place)} is the first to go non-finite {_under(trace)}: {what}"

@@ -109,6 +109,27 @@ class Dump:
         scalars, names = self.scalars_by_last_name, ("step", "global_step", "iteration", "iter")
         return next((scalars[name] for name in names if type(scalars.get(name)) is int), None)
 
+    def list_broken(self) -> list[str]:
+        """Return what is NaN or Inf besides the arrays and the weights: other states, moments, and NaN among numbers.
+
+        An infinity is often the start of a search for the best loss, or a mask that both states hold.
+        """
+        states = {
+            name: (tensor for key, tensor in state.items() if key not in self.state or _is_sound(self.state[key]))
+            for name, state in self.other_states.items()
+        }
+        states["optimizer"] = (moment.values for moment in self.moments)
+        numbers = (name for name, value in self.scalars.items() if _holds_nan(value))
+        return [*(name for name, found in states.items() if not all(map(_is_sound, found))), *numbers]
+
+
+def _is_sound(tensor: torch.Tensor) -> bool:
+    return not any(_count_nonfinite(tensor))
+
+
+def _holds_nan(value: Any) -> bool:
+    return any(isinstance(item, float) and math.isnan(item) for item in (value if isinstance(value, list) else [value]))
+
 
 def _is_nonfinite(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)

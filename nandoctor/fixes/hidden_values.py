@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from nandoctor.autocast.policy import REFERENCE
-from nandoctor.causes.base import writes_infinity
+from nandoctor.causes.base import is_log_of_mask, writes_infinity
 from nandoctor.diagnosis.conclusion import MASK, Conclusion, Findings, Gap, conclude
 from nandoctor.diagnosis.origin import trace_back
 from nandoctor.diagnosis.run_summary import outputs_differ
@@ -59,13 +59,18 @@ def describe_hidden(step: FailingStep) -> str | None:
     return None
 
 
-def _may_hide(ops: Iterable[OpCall], trace: Trace) -> bool:
+def _may_hide(ops: Sequence[OpCall], trace: Trace) -> bool:
     """Return True if the batch is not finite, or one of the ops of forward and loss made NaN or Inf."""
     return not all(stats.finite for stats in trace.batch) or any(
-        "nan" in op.analysis.kinds or (op.analysis.kinds != ("-inf",) and not writes_infinity(op))
+        "nan" in op.analysis.kinds or not _writes_mask(op, ops)
         for op in ops
         if op.analysis is not None and op.phase != "backward"
     )
+
+
+def _writes_mask(op: OpCall, ops: Sequence[OpCall]) -> bool:
+    """Return True if an op makes infinities that its code asks for: it names one, or takes the logarithm of a mask."""
+    return writes_infinity(op) or is_log_of_mask(op, ops)
 
 
 def _look(step: FailingStep, findings: Findings) -> Findings:
@@ -73,10 +78,13 @@ def _look(step: FailingStep, findings: Findings) -> Findings:
     whole = exposing.exposed.run(watch=CLOSELY).trace
     reference = Exposing(step=step).exposed.run(REFERENCE, CLOSELY).trace
     hidden = {stats.path: stats for stats in whole.output if not stats.finite}
-    left = [path for path in hidden if path.startswith("kept.") and path.removeprefix("kept.") not in whole.buffers]
-    left = [path.removeprefix("kept.") for path in left if _is_unmeant(hidden[path], whole, reference)]
+    left = [path.removeprefix("kept.") for path in hidden if path.startswith("kept.")]
+    left = [name for name in left if _is_unmeant(hidden[f"kept.{name}"], whole, reference)]
+    spoilt = tuple(dict.fromkeys((*findings.trace.spoilt_buffers, *(name for name in left if name in whole.buffers))))
+    findings = replace(findings, trace=replace(findings.trace, spoilt_buffers=spoilt))
+    left = [name for name in left if name not in spoilt]
     saved = step.model.state_dict().keys()  # what a checkpoint keeps is kept for something
-    buffers = [name for name in findings.trace.spoilt_buffers if name not in saved and step.loss is not None]
+    buffers = [name for name in spoilt if name not in saved and step.loss is not None]
     uses = _find_uses(step, [*left, *buffers])
     kept = [f"kept.{name}" for name in left if uses[name] == "read"]
     idle = [name for name, use in uses.items() if use == "idle" and step.loss is not None]
@@ -185,13 +193,18 @@ def _is_unmeant(held: TensorStats, trace: Trace, reference: Trace, taker: Taken 
     """Return True if a traced op made the non-finite values of a tensor, and they are no mask or marker.
 
     Values from the batch or the model that the `taker` compares are there to be left out, and infinities that it asks
-    for if fp32 has them too. -inf counts as a mask unless it became NaN, as 0 times the log of 0 does.
+    for if fp32 has them too. -inf that is taken counts as a mask unless it became NaN, as 0 times the log of 0 does.
     """
     if held.producer is None:
         return False
     found = trace_back(trace.ops, reference, [held.producer], trace.format)
     masks = () if held.counts is not None and held.counts.num_nan else ("-inf",)
-    sources = [source for source in found.sources if source.op.analysis and source.op.analysis.kinds != masks]
+    sources = [
+        source
+        for source in found.sources
+        if source.op.analysis
+        and (source.op.analysis.kinds != masks or not (taker or _writes_mask(source.op, trace.ops)))
+    ]
     if sources and taker is not None and taker.asked:
         return any(source.reference_is_finite for source in sources)
     if sources:

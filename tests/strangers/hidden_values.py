@@ -151,6 +151,12 @@ def other_random_numbers(_model, h):
     return h + 9 * torch.randn_like(h)
 
 
+@rows("numerics . log log-of-zero", BATCH, make=Hiding)
+def kept_as_a_part_of_the_loss(model, h):
+    model.part = h.sub(100).relu().sum().log()
+    return h
+
+
 @rows("cannot-tell", BATCH, says=("div (", "kept where the step does not read it"))
 def kept_by_a_closure():
     kept = []

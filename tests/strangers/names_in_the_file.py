@@ -44,6 +44,15 @@ def with_its_logit(model):
     return {**GAUGES, "logit": model(GAUGES["waypoints"]).detach()}
 
 
+def with_a_broken_average(model):
+    average = {"weight": with_a_nan(model.weight.detach()), "bias": model.bias.detach()}
+    return {"waypoints": normal(4, 8), "logit": model(normal(4, 8)).detach(), "ema": average}
+
+
+def with_another_output(model):
+    return {"waypoints": normal(4, 8), "logit": 2 * model(normal(4, 8)).detach()}
+
+
 GAUGES = {"waypoints": normal(4, 8), "gauge": with_a_nan(normal(4, 3))}
 POISONED = "input . - poisoned-input"
 
@@ -51,6 +60,8 @@ POISONED = "input . - poisoned-input"
 @rows(POISONED, {"waypoints": with_a_nan(normal(4, 8))}, 8, 3, name="name nobody heard of", samples=(1,))
 @rows(POISONED, {"z": with_a_nan(normal(4, 8))}, 8, 3, name="named by the user", inputs="waypoints=z")
 @rows("not-reproduced", {"waypoints": normal(4, 8), "logit": with_a_nan(normal(3, 3))}, 8, 3, name="of another shape")
+@rows("cannot-tell", with_a_broken_average, 8, 3, name="an average of the weights that is broken")
+@rows("cannot-tell", with_another_output, 8, 3, name="the output of another step")
 @rows("cannot-tell", with_its_logit, 8, 3, name="gaps that nobody reads beside an output that agrees")
 @rows("healthy", with_its_logit, 8, 3, name="gaps that the loss reads beside it", loss=where_known)
 @rows("healthy", GAUGES, 8, 3, name="target with gaps of the output's shape", loss=where_known)
