@@ -68,7 +68,7 @@ def _judge(job: dict[str, Any]) -> dict[str, Any]:
         return {}
     reference = torch.load(job["reference"], weights_only=False)
     runs = [name for name in BATCHES[1:] if reference["fp32"][name]]  # a package may refuse other batches
-    names = BATCHES[:1] if job["kind"] == "data" else (BATCHES[0], *runs)
+    names = (BATCHES[0], *runs)
     return {"batches": {name: _compare(_run(case, name, job, autocast=True), reference, name, job) for name in names}}
 
 
@@ -183,9 +183,6 @@ def _step(
         batch = _varied(case, name)
         if job["kind"] in ("snippet", "state"):
             exec(job["patch"], {"torch": torch, "model": model})
-        if job["kind"] == "data":
-            exec(job["patch"], scope := {"torch": torch, "batch": batch})
-            batch = scope["batch"]
         torch.manual_seed(seed)
         with _precision(settings):
             output = case.call(model, batch)
@@ -269,8 +266,6 @@ def _compare(run: dict[str, Any], reference: dict[str, Any], name: str, job: dic
     """
     exact = reference["fp32"][name] or reference["fp64"][name] or run
     plain = reference["autocast"][name] or exact
-    if job["kind"] == "data":
-        exact = plain = run
     pairs = list(zip(run["values"], exact["values"], plain["values"], strict=True))
     finite = all(bool(ours[theirs.isfinite()].isfinite().all()) for ours, theirs, _ in pairs)
     coarser = 8 if (job.get("settings") or {}).get("amp_dtype") else 1  # bf16 has 8 significant bits, fp16 has 11
@@ -296,7 +291,7 @@ def _compare(run: dict[str, Any], reference: dict[str, Any], name: str, job: dic
         "gradients": gradients,
         "reference": all(map(math.isfinite, exact["losses"].values())),
         # What a step means whose weights or batch are spoilt, nothing can tell.
-        "made up": name == BATCHES[0] and job["kind"] not in ("data", "state") and _is_made_up(run, reference),
+        "made up": name == BATCHES[0] and job["kind"] != "state" and _is_made_up(run, reference),
     }
 
 

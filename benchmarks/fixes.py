@@ -3,8 +3,7 @@
 `python benchmarks/fixes.py [--only TEXT] [--first N]` prints a row for each fix, and how many were applied, fixed the
 failing batch and five others, left non-finite gradients, or changed healthy samples. A case is `right` if all of its
 verified fixes are: finite, and as the unchanged step in fp32 or float64, or as its neighbours where that has no number.
-It is `wrong` if one of them is not. `samples left out` has no verified fix but one of the batch; a case without any has
-a `workaround` or `none`.
+It is `wrong` if one of them is not; a case without any has a `workaround` or `none`.
 
 With `--real-bugs FOLDER` the bugs of released packages are judged instead, which pip fetches into that folder: how many
 are right of those for which upstream merged something, and of those in which that keeps what the formula means.
@@ -83,7 +82,7 @@ def _of_case(report: Report, verdicts: list[tuple[Fix, dict[str, Any]]]) -> str:
     if not all(_is_right(verdict) for _, verdict in verdicts):
         return "wrong"
     if verdicts:
-        return "samples left out" if all(fix.kind == "data" for fix, _ in verdicts) else "right"
+        return "right"
     return "workaround" if any(fix.workaround for fix in report.fixes) else "none"
 
 

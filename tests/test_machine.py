@@ -3,14 +3,11 @@
 import os
 import subprocess
 import sys
-import warnings
-from contextlib import nullcontext
 
 import pytest
 import torch
 
 from nandoctor import machine
-from nandoctor.hidden_warnings import warnings_hidden
 
 
 @pytest.fixture
@@ -74,19 +71,3 @@ def test_a_command_shows_no_warnings_of_the_code(tmp_path, verb, asked, shown):
     done = subprocess.run(command, check=False, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode in (0, 3)
     assert ("degrees of freedom" in done.stderr) == shown
-
-
-def test_a_warning_that_is_an_error_stays_one():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with warnings_hidden(), pytest.raises(UserWarning):
-            warnings.warn("...", stacklevel=1)
-
-
-def test_filters_are_put_back():
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.resetwarnings()
-        for context in (warnings_hidden(), nullcontext()):
-            with context:
-                warnings.warn("...", stacklevel=1)
-    assert len(caught) == 1

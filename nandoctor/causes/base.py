@@ -248,12 +248,37 @@ def list_behind(sites: Set[OpSite], ops: Sequence[OpCall]) -> frozenset[str]:
     return frozenset(tensor.path for tensor in behind if tensor.path)
 
 
+def list_sources(sites: Set[OpSite], ops: Sequence[OpCall]) -> tuple[frozenset[OpSite], frozenset[str]]:
+    """Return what all arguments of the ops at these sites come from, the nearest: places of ops, and names of tensors.
+
+    It can be moved alone: what is behind it reaches the arguments in no other way. If arguments have nothing in common,
+    it is what each of them comes from.
+    """
+    orders, names = set[int](), set[str]()
+    for op in (op for op in ops if site_of(op) in sites):
+        reached = [found for tensor in op.inputs if any(found := _reach([tensor], ops))]
+        shared = [set.intersection(*found) for found in zip(*reached, strict=True)]
+        for made, held in [shared] if any(shared) else reached:
+            latest = sorted(made)[-_DEPTH:]
+            behind = {order: _reach(ops[order].inputs, ops) for order in latest}
+            alone = [order for order in latest if not behind[order][0] & _reach(op.inputs, ops, but=order)[0]]
+            orders |= set(alone).difference(*(behind[order][0] for order in alone))
+            names |= held.difference(*(behind[order][1] for order in alone))
+    return frozenset(site_of(ops[order]) for order in orders), frozenset(names)
+
+
 def list_makers(sites: Set[OpSite], ops: Sequence[OpCall]) -> frozenset[OpSite]:
-    """Return the places where that is made in which the ops at these sites are singular, past moves and casts."""
+    """Return the places where that is made in which the ops at these sites are singular."""
     taken = (tensor for op in ops if site_of(op) in sites for tensor in singular_inputs(op))
-    paths = (ancestors(ops, tensor, _DEPTH, through=MOVES | CASTS) for tensor in taken)
-    makers = (next((op for op in path if op.op not in MOVES | CASTS), None) for path in paths)
-    return frozenset(site_of(maker) for maker in makers if maker is not None)
+    return frozenset(site_of(made) for tensor in taken if (made := maker_of(tensor, ops)) is not None)
+
+
+def _reach(tensors: Iterable[OpTensor], ops: Sequence[OpCall], but: int = -1) -> tuple[set[int], set[str]]:
+    """Return the ops that tensors come from, except moves, and the names of what these take; not past the op `but`."""
+    found = [*_walk_back(tensors, ops, lambda tensor: tensor.producer != but)]
+    made = {tensor.producer for tensor in found if tensor.producer is not None}
+    names = {tensor.path for tensor in found if tensor.producer is None and tensor.path}
+    return {order for order in made if ops[order].op not in MOVES}, names
 
 
 def is_written(op: OpCall, name: str, ops: Sequence[OpCall]) -> bool:
@@ -270,13 +295,13 @@ def is_written(op: OpCall, name: str, ops: Sequence[OpCall]) -> bool:
 
 
 def is_log_of_mask(op: OpCall, ops: Sequence[OpCall]) -> bool:
-    """Return True for the logarithm of a mask of zeros and ones that was cast from a non-floating-point tensor."""
-    cast = maker_of(next(iter(op.inputs), None), ops) if op.op == "log" else None
-    if cast is None or op.analysis is None:
+    """Return True for the logarithm of zeros and ones that are written, or cast from a non-floating-point tensor."""
+    if op.op != "log" or op.analysis is None:
         return False
-    mask = op.analysis.operands[0]
+    mask, cast = op.analysis.operands[0], maker_of(op.inputs[0], ops)
     is_indicator = mask.min == 0 and mask.max == 1 and mask.counts.smallest == 1
-    return is_indicator and cast.op in CASTS and all(tensor.stats is None for tensor in cast.inputs)
+    is_cast = cast is not None and cast.op in CASTS and all(tensor.stats is None for tensor in cast.inputs)
+    return is_indicator and (is_cast or is_written(op, mask.name, ops))
 
 
 def feeds_product(written: OpCall, ops: Iterable[OpCall]) -> bool:

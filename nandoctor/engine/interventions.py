@@ -293,7 +293,7 @@ def printed_changes(changes: Sequence[Change], model: nn.Module, loss: Any = Non
                 undo.callback(space.pop, "torch", None)
             undo.enter_context(held(*((function, "__code__", code) for function, code in swaps)))
         for change in changes:
-            if isinstance(change, Snippet) and change.kind != "data":
+            if isinstance(change, Snippet):
                 _execute(change, {"model": model})
         yield
 
@@ -416,15 +416,6 @@ def _own(code: CodeType) -> tuple[object, ...]:
     """Return what a code does, without its place in the file: repr tells 0.0 from -0.0 and 1 from True."""
     constants = [repr(constant) for constant in code.co_consts if not isinstance(constant, CodeType)]
     return code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
-
-
-def changed_batch(changes: Sequence[Change], batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the batch after the snippets that change the data."""
-    scope = {"batch": dict(batch)}
-    for change in changes:
-        if isinstance(change, Snippet) and change.kind == "data":
-            _execute(change, scope)
-    return scope["batch"]
 
 
 def _execute(snippet: Snippet, scope: dict[str, Any]) -> None:

@@ -126,9 +126,10 @@ def run_backward(
 
 
 def known_tensors(model: nn.Module, batch: Batch) -> Iterator[Known]:
-    """Yield the tensors that ops get from outside: weights, buffers and the batch, each with its kind and name."""
+    """Yield the tensors that ops get from outside, each with its kind and name: those of the model, and the batch."""
     idle = (module for module in model.modules() if _writes_only(module))
     unread = {id(buffer) for module in idle for buffer in module.buffers(recurse=False)}
+    yield from (("unknown", place, tensor) for place, tensor in tensors_in(model, attributes=False))
     yield from (("weight", name, tensor) for name, tensor in model.named_parameters() if not is_lazy(tensor))
     for name, tensor in model.named_buffers():
         if not is_lazy(tensor):

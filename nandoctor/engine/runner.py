@@ -17,7 +17,6 @@ from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.engine import user_code
 from nandoctor.engine.call import Batch, Call, Mode, Randomness, in_mode, recorded_backends, seeded
 from nandoctor.engine.interventions import (
-    changed_batch,
     choose_mode,
     intervene,
     loss_in_fp32,
@@ -198,8 +197,7 @@ def _record(step: FailingStep, watch: Watch, *, grad: bool) -> tuple[Outcome, Ex
 
 def _record_once(step: FailingStep, watch: Watch, grad: bool, large: bool) -> tuple[Outcome, Exception | None]:
     mode, call = step.mode, select_samples(flatten(step.changes), step.call)
-    batch = changed_batch(step.changes, call.batch)
-    call = replace(call, batch={name: copied_input(tensor, mode.policy.wider) for name, tensor in batch.items()})
+    call = replace(call, batch={name: copied_input(tensor, mode.policy.wider) for name, tensor in call.batch.items()})
     with in_mode(step.model, mode.training, step.recorded.training):
         with (
             restored(step.model) as (state, is_unwritten),

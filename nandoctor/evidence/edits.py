@@ -158,14 +158,10 @@ class SourcePatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snippet:
-    """Python to run with `model` in scope before the step, or with `batch` if the kind is "data".
+    """Python to run with `model` in scope before the step."""
 
-    `takes_samples` is True if it removes samples from the batch.
-    """
-
-    kind: Literal["snippet", "state", "data"]
+    kind: Literal["snippet", "state"]
     text: str
-    takes_samples: bool = False
 
 
 PrintedChange = SourcePatch | Snippet

@@ -30,7 +30,7 @@ NOTHING_FOUND: frozenset[Verdict] = frozenset({"healthy", "not-reproduced", "can
 "cannot-tell" as far as could be checked, "fixed" although the dump has some, because the code has changed since."""
 
 Grade = Literal["exact", "same-mask", "elsewhere", "finite", "no-reference"]
-ChangeKind = Literal["source", "cell", "snippet", "setting", "data", "state", "advice"]
+ChangeKind = Literal["source", "cell", "snippet", "setting", "state", "advice"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,9 +267,8 @@ class Fix:
     """A change that was tried on the failing step.
 
     `patch` is the text that was run, by `kind`: "source", a diff for `git apply -p1` in `patch_root`; "cell", a diff of
-    code without a file, such as a notebook's; "snippet" and "state", Python with `model` in scope, run before the step;
-    "data", Python with `batch`, a dict of tensors. A "setting" has `settings` instead, and "advice" cannot be run.
-    `verified`: it passed every check that was made.
+    code without a file, such as a notebook's; "snippet" and "state", Python with `model` in scope, run before the step.
+    A "setting" has `settings`, and "advice" cannot be run. `verified`: it passed every check that was made.
     `workaround`: it makes the step finite by replacing something that the formula means, as this sentence says.
     `edit` is the change that the search made to the run. The smallest change that works has `rank` 0. `cost` is None if
     nothing is widened. `files` are the files that a diff changes, in full; a saved report has only the diff.

@@ -57,7 +57,6 @@ def propose(findings: Findings, trials: Trials) -> Iterator[Candidate]:
         yield (ResetBuffers(names=names),) if names else ()
     if findings.verdict == "input":
         yield from _unread(findings.trace, trials)
-        yield from without_guilty(findings.guilty or (), trials.step.call.batch_size)
     if findings.verdict in ("numerics", "loss-scale"):
         # Not every origin needs one: a change that keeps one off 0 may also stop another's gradient overflow.
         yield from together([changes for lead in leads[:MAX_LEADS] if (changes := specific(lead, trials.step.model))])
@@ -299,13 +298,6 @@ def _unread(trace: Trace, trials: Trials) -> Iterator[Candidate]:
             made = trials.run(zero)
             if made.finite and compare_runs(trials.run(replace(zero, fill=_OTHER_FILL)), made).agrees(tolerance=0.0):
                 yield (zero,)
-
-
-def without_guilty(guilty: tuple[int, ...], num_samples: int | None) -> Iterator[Candidate]:
-    """Yield the batch without the samples to blame; nothing if so many are listed that there may be more."""
-    kept = tuple(index for index in range(num_samples or 0) if index not in guilty)
-    if kept and 0 < len(guilty) < MAX_SAMPLES_LISTED:
-        yield (KeepSamples(samples=kept, num_samples=num_samples),)
 
 
 def vary_settings(trials: Trials, guilty: tuple[int, ...], *, random: bool, verified: bool) -> Iterator[Counterfactual]:

@@ -13,8 +13,8 @@ from nandoctor.fixes.agreement import Result, norm_of
 _PIECE = 1 << 16
 _SIGNIFICANT = 0.01
 """A gradient's elements below this share of its largest have a sign that rounding may decide."""
-_LEAST = 1e-4
-"""The same share for a whole weight's gradient, of the largest of all weights."""
+LEAST, LEAST_IN_FP32 = 1e-4, 1e-6
+"""The same share for a whole weight's gradient, of the largest of all weights: in a half format, and of two in fp32."""
 _REVERSED = 0.1
 """The share of a gradient, by magnitude, that may have the other sign."""
 
@@ -37,23 +37,23 @@ def gradient_error(
     return difference / norm if norm else difference
 
 
-def gradient_errors(made: Result, meant: Result) -> dict[str, float]:
+def gradient_errors(made: Result, meant: Result, *, least: float = LEAST) -> dict[str, float]:
     """Return how far the gradient of each parameter is off what it should be, without those that are small beside all.
 
     All gradients together may hide that a small one is lost; an optimizer such as Adam makes them alike.
     """
     sizes = meant.gradient_sizes
     largest = max(sizes.values(), default=0.0)
-    counted = [name for name in sorted(sizes) if sizes[name] > _LEAST * largest]
+    counted = [name for name in sorted(sizes) if sizes[name] > least * largest]
     return {name: gradient_error(made, meant, (name,)) if name in made.gradients else 1.0 for name in counted}
 
 
-def reversed_gradient(made: Result, meant: Result) -> str | None:
+def reversed_gradient(made: Result, meant: Result, *, least: float = LEAST) -> str | None:
     """Return the parameter whose gradient mostly points the other way than it should, or None."""
     worst, most = None, _REVERSED
     for name in sorted(made.gradients.keys() & meant.gradients):
         # That of a bias before a softmax is 0 but for rounding.
-        is_noise = any(run.gradient_sizes[name] <= _LEAST * max(run.gradient_sizes.values()) for run in (made, meant))
+        is_noise = any(run.gradient_sizes[name] <= least * max(run.gradient_sizes.values()) for run in (made, meant))
         same_shape = made.gradients[name].shape == meant.gradients[name].shape
         share = _share_reversed(made, meant, name) if same_shape and not is_noise else 0.0
         worst, most = (name, share) if share > most else (worst, most)

@@ -3,16 +3,17 @@
 At a singular point the limit is looked for along neighbouring inputs: the batch, the weights and the buffers are moved
 off the point by shrinking steps, the batch towards its own next sample and along a fixed pattern, from both sides, and
 the results are extrapolated (Aitken: exact for h ** p, whatever p). A limit exists where every side that is finite
-converges, and all to the same number. Where all of that stays at the point, as behind a ReLU, the zeros that the
-failing ops take are moved themselves, where they are made: whatever else reads them moves along.
+converges, and all to the same number. Where all of that stays at the point, as behind a ReLU, what all arguments of the
+failing ops come from is moved where it is made, so that whatever reads it moves along: whole numbers, too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from nandoctor.changes.guard import GuardArgument
 from nandoctor.changes.running_op import RunningOp, is_tensor
 from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.engine.call import Call
-from nandoctor.engine.module_state import is_large
+from nandoctor.engine.module_state import is_large, tensors_in
 from nandoctor.engine.reproduction import is_flags
 from nandoctor.engine.runner import FailingStep
 from nandoctor.evidence.edits import Change, Edit, OpSite, SingleEdit, flatten
@@ -68,13 +69,16 @@ class Meaning:
     """The meaning of one step's unchanged formula; what it needs is run once, and only when it is asked for.
 
     `behind` are the arrays, weights and buffers that the failing ops' arguments are computed from; all, if it is empty.
-    `makers` are the places of the ops that made those in which they are singular, `by_hand` of those that compute
-    gradients in a hand-written backward. `meets_infinity`: the failing ops give or take one, where the mean of no
-    elements is NaN at once.
+    `sources` are the places of the ops that all these arguments come from, `constants` the names of such tensors, and
+    `makers` the places of the ops that made those in which they are singular.
+    `by_hand` are the places of the ops that compute gradients in a hand-written backward. `meets_infinity`: the failing
+    ops give or take one, where the mean of no elements is NaN at once.
     """
 
     trials: Trials
     behind: frozenset[str] = frozenset()
+    sources: frozenset[OpSite] = frozenset()
+    constants: frozenset[str] = frozenset()
     makers: frozenset[OpSite] = frozenset()
     by_hand: frozenset[SourceLine | None] = frozenset()
     meets_infinity: bool = False
@@ -144,18 +148,25 @@ class Meaning:
         """The limits of values and gradients; None if float64 is finite, or nothing moves.
 
         NaN is where there is no limit, Inf where no neighbour has a number either; -Inf if it grows without a limit
-        when the zeros that the failing ops take are moved.
+        when what the failing ops take is moved. Where that alone can be moved, not what it has in common with the rest,
+        nothing but such growth counts.
         """
         if not self.trials.numerics or self.trials.exact().finite or is_large(self.trials.step.model):
             return None
-        sides = self._follow_all(partial(self._run_beside, direction) for direction in self._sides())
+        sides = self._follow_all(partial(self._run_beside, direction) for direction in _sides(self._moved))
+        values = _agreed([side.values for side in sides])
+        for runs, is_apart in ((self._beside_sources(), False), (self._beside(self.makers), True)):
+            if (is_open := self._open(values)) or not values:
+                found = self._follow_all(runs)
+                moved = {
+                    name: torch.where(torch.isnan(value), -torch.inf, torch.inf if is_apart else value)
+                    for name, value in _agreed([side.values for side in found]).items()
+                }
+                both = is_open.keys() & moved
+                values = moved | values | {name: torch.where(is_open[name], moved[name], values[name]) for name in both}
+                sides = sides if is_apart else found or sides
         if not sides:
             return None
-        values = _agreed([side.values for side in sides])
-        if (is_open := self._open(values)) and (off_zero := self._follow_all(self._off_zero())):
-            sides, moved = off_zero, _agreed([side.values for side in off_zero])
-            moved = {name: torch.where(torch.isnan(value), -torch.inf, value) for name, value in moved.items()}
-            values |= {name: torch.where(is_open[name], moved[name], values[name]) for name in is_open.keys() & moved}
         gradients, scale = _agreed([side.gradients for side in sides]), self.trials.exact().gradient_scale
         return Result(values=values, gradients=gradients, gradient_scale=scale, ran=True)
 
@@ -176,6 +187,8 @@ class Meaning:
         """Find the result of a guarded op with which the step comes to its limit: by secants, as it may bend it."""
         one, other = guard.fill, guard.fill + 1.0
         offs = [self._off_limit(replace(guard, fill=fill)) for fill in (one, other)]
+        if offs[0].shape != offs[1].shape:  # a sparse result has no zeros
+            return guard.fill
         moved = (offs[1] - offs[0]).nan_to_num().abs()
         if not bool(moved.any()):
             return guard.fill
@@ -191,10 +204,12 @@ class Meaning:
 
     def _off_limit(self, change: Change) -> torch.Tensor:
         """Return how far the step with a change is off its limit in float64, where it gives no number itself."""
-        exact, made = self.trials.exact().values, self.trials.exact(change).values
+        made = self.trials.exact(change).values
         limit = self.limit.values if self.limit is not None else {}
-        names = limit.keys() & made.keys()
-        places = {name: torch.isfinite(limit[name]) & ~torch.isfinite(exact[name]) for name in names}
+        names = [name for name in limit.keys() & made.keys() if limit[name].shape == made[name].shape]
+        places = {
+            name: torch.isfinite(limit[name]) & ~torch.isfinite(self._itself(name, limit[name])) for name in names
+        }
         return torch.cat([torch.zeros(0), *((made[name] - limit[name])[places[name]] for name in names)])
 
     def describe_replaced(self, change: Change, made: Result, edit: Edit) -> str | None:
@@ -206,13 +221,28 @@ class Meaning:
         """
         if not self.trials.numerics or not made.values:
             return None
-        limit, exact = self.limit, self.trials.exact()
-        for name in (name for name in exact.values if name in made.values):
-            ours, itself = (run.values[name].double() for run in (made, exact))
+        if (values := self._describe_values(made, edit)) is not None:
+            return values
+        if self.is_by_hand(edit):
+            return self._describe_by_hand(change, edit)
+        # Where a value has no limit, such as log(0), that of a gradient means nothing.
+        if (limit := self.limit) is None:
+            return None
+        if not all(bool(torch.isfinite(values).all()) for values in limit.values.values()):
+            return self._describe_shown(edit)
+        is_open = not self.trials.exact().gradients_finite
+        return _describe_gradients(self.trials.exact(change), limit, everywhere=False) if is_open else None
+
+    def _describe_values(self, made: Result, edit: Edit) -> str | None:
+        """Describe the worst value of a run that is no number in the unchanged formula, and no limit of it."""
+        limit = self.limit
+        for name, ours in ((name, value.double()) for name, value in made.values.items()):
+            itself = self._itself(name, ours)
             if ours.shape != itself.shape:
-                continue
+                return f"the {'loss' if name == 'loss' else 'output'} has another shape than the formula gives"
             tends = itself if limit is None else limit.values.get(name, itself).double()
-            unknown, lacks = ~torch.isfinite(tends) & ~torch.isfinite(itself), self._lacks(name)
+            unknown = ~torch.isfinite(tends) & ~torch.isfinite(itself)
+            lacks = self._lacks(name, itself) if limit is not None or self.smaller is not None else unknown
             if _with_other_numbers(edit) != edit:  # another form of the same puts no number anywhere
                 lacks = lacks | (torch.isneginf(tends) & ~torch.isfinite(itself))
             if self.meets_infinity and bool(unknown.any()):
@@ -222,15 +252,7 @@ class Meaning:
             if bool(replaced.any()):
                 worst = int(torch.where(replaced, off, 0.0).argmax())
                 return f"{self._place(name, ours, worst)} {_describe_at(worst, (ours, tends, itself))}"
-        if self.is_by_hand(edit):
-            return self._describe_by_hand(change, edit)
-        # Where a value has no limit, such as log(0), that of a gradient means nothing.
-        if limit is None:
-            return None
-        if not all(bool(torch.isfinite(values).all()) for values in limit.values.values()):
-            return self._describe_shown(edit)
-        is_open = not exact.gradients_finite
-        return _describe_gradients(self.trials.exact(change), limit, everywhere=False) if is_open else None
+        return None
 
     def _describe_shown(self, edit: Edit) -> str | None:
         """Describe a gradient that depends on the number that an edit puts for an infinity, and for nothing else."""
@@ -274,14 +296,18 @@ class Meaning:
     @cached_property
     def is_lacking(self) -> bool:
         """True if a value of the step has no limit, so that any number there is made up."""
-        return self.limit is not None and any(bool(self._lacks(name).any()) for name in self.limit.values)
+        limits = self.limit.values if self.limit is not None else {}
+        return any(bool(self._lacks(name, self._itself(name, value)).any()) for name, value in limits.items())
 
-    def _lacks(self, name: str) -> torch.Tensor:
+    def _itself(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """Return a value of the unchanged step in float64, NaN if that raises an error before it."""
+        return self.trials.exact().values.get(name, torch.full_like(like, torch.nan)).double()
+
+    def _lacks(self, name: str, itself: torch.Tensor) -> torch.Tensor:
         """Return where a value of the step has neither a number nor a limit, or is infinite for its neighbours too.
 
         Where no neighbour could be run, it is infinite itself.
         """
-        itself = self.trials.exact().values[name]
         tends = self.limit.values.get(name) if self.limit is not None else None
         is_infinite = torch.isinf(itself) if tends is None else torch.isinf(tends) & torch.isinf(itself)
         is_past_range = bool(is_infinite.any()) and self.smaller is not None
@@ -295,30 +321,16 @@ class Meaning:
             return torch.zeros((), dtype=torch.bool)
         return (ours - others).abs() > TOLERANCE * _largest(ours)
 
-    def _sides(self) -> Iterator[Tensors]:
-        """Yield the directions in which what is behind the failing ops is moved."""
-        if not (moved := self._moved):
-            return
-        sizes = {name: _sizes_in(value) for name, value in moved.items()}
-        towards = {name: value.roll(1, 0) - value if value.dim() else value for name, value in moved.items()}
-        towards = {name: step.clamp(-sizes[name], sizes[name]) for name, step in towards.items()}
-        pattern = {name: _pattern_like(value, sizes[name]) for name, value in moved.items()}
-        for direction in (towards, pattern):
-            yield direction
-            yield {name: -step for name, step in direction.items()}
-
     @cached_property
     def _moved(self) -> dict[str, torch.Tensor]:
-        model = self.trials.step.model
-        known = (*model.named_parameters(), *model.named_buffers(), *self.trials.step.call.batch.items())
-        return {name: value.detach().double() for name, value in known if self._moves(name, value)}
+        """What is moved along: the numbers behind the failing ops, but for whole ones, which are moved alone."""
+        behind = self.behind or self.trials.step.call.batch.keys()
+        return {name: value.double() for name, value in self._numbers(behind).items() if value.is_floating_point()}
 
-    def _moves(self, name: str, value: torch.Tensor) -> bool:
-        """Return True for finite real numbers that may be behind the failure: a weight, or an array but flags."""
-        is_real = is_dense(value) and value.is_floating_point() and value.numel() > 0
-        may_be_behind = name in self.behind if self.behind else name in self.trials.step.call.batch
-        is_measured = isinstance(value, nn.Parameter) or (is_real and not is_flags(value))
-        return may_be_behind and is_real and is_measured and bool(torch.isfinite(value).all())
+    def _numbers(self, names: Set[str]) -> dict[str, torch.Tensor]:
+        """Return the tensors of these names, in the model or the batch, that hold numbers."""
+        held = (*_list_held(self.trials.step.model), *self.trials.step.call.batch.items())
+        return {name: value.detach() for name, value in held if name in names and _are_numbers(value)}
 
     def _run_beside(self, direction: Tensors, size: float) -> Result:
         step, call = self.trials.step, self.trials.step.call
@@ -327,18 +339,26 @@ class Meaning:
         beside = Call(batch={**call.batch, **moved}, used=call.used, forward=partial(_forward_beside, step, shifts))
         return self.trials.on(replace(step, call=beside)).exact()
 
-    def _run_off_zero(self, sign: float, size: float) -> Result:
-        return self.trials.exact(*(_MoveZeros(site=site, by=sign * size) for site in self.makers))
+    def _beside_sources(self) -> Iterator[Callable[[float], Result]]:
+        """Yield runs in which what the arguments of the failing ops come from is moved, where it is made."""
+        constants = self._numbers(self.constants - self._moved.keys())
+        for direction in _sides({name: value.double() for name, value in constants.items()}):
+            yield partial(self._run_beside, direction)
+        yield from self._beside(self.sources)
 
-    def _off_zero(self) -> Iterator[Callable[[float], Result]]:
-        """Yield runs in which the zeros that the failing ops take are moved, where they are made."""
-        for sign in (1.0, -1.0) if self.makers else ():
-            yield partial(self._run_off_zero, sign)
+    def _beside(self, sites: Set[OpSite]) -> Iterator[Callable[[float], Result]]:
+        """Yield runs in which what is made at these places is moved."""
+        for sign, towards in product((1.0, -1.0), (False, True)) if sites else ():
+            yield partial(self._run_moved, sorted(sites, key=str), sign, towards)
+
+    def _run_moved(self, sites: Sequence[OpSite], sign: float, towards: bool, size: float) -> Result:
+        moves = (_Move(site=it, by=sign * size, phase=place, towards=towards) for place, it in enumerate(sites))
+        return self.trials.exact(*moves)
 
     def _open(self, values: Tensors) -> Tensors:
         """Return where the step is NaN and every neighbour is too; nothing if it is so nowhere."""
-        exact = self.trials.exact().values
-        found = {name: torch.isinf(value) & torch.isnan(exact[name]) for name, value in values.items()}
+        pairs = ((name, value, self._itself(name, value)) for name, value in values.items())
+        found = {name: torch.isposinf(value) & torch.isnan(itself) for name, value, itself in pairs}
         return found if any(bool(places.any()) for places in found.values()) else {}
 
     def _follow_all(self, sides: Iterable[Callable[[float], Result]]) -> list[Result]:
@@ -351,24 +371,34 @@ class Meaning:
             runs.append(run(size))
             if not runs[-1].ran:
                 return None
-        names = _common([self.trials.exact(), *runs], "values")
+        exact = self.trials.exact()
+        names = _common([exact, *runs] if exact.values else runs, "values")
         values = {name: _extrapolate([run.values[name] for run in runs]) for name in names}
         gradients = {name: _extrapolate([run.gradients[name] for run in runs]) for name in _common(runs, "gradients")}
         return Result(values=values, gradients=gradients, ran=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _MoveZeros(SingleEdit):
-    """Move the zeros that an op makes; only to look at what is beside them."""
+class _Move(SingleEdit):
+    """Move what an op makes, but flags; only to look at what is beside it. Each `phase` moves equal numbers apart."""
 
     site: OpSite
     by: float
+    phase: int
+    towards: bool
+
+    def works_in_place(self, *, has_out: bool) -> bool:
+        return not has_out
 
     def run(self, op: RunningOp) -> Any:
-        return tree_map(self._off_zero, op.run())
+        return tree_map(partial(self._moved, in_place=op.is_mutable), op.run())
 
-    def _off_zero(self, made: Any) -> Any:
-        return made.where(made != 0, self.by) if is_tensor(made) and made.is_floating_point() else made
+    def _moved(self, made: Any, *, in_place: bool) -> Any:
+        if not (is_tensor(made) and made.is_floating_point()) or (made.dim() and is_flags(made)):
+            return made
+        value = made.detach().double().nan_to_num(0.0, 0.0, 0.0)
+        step = _towards_next(value) if self.towards else _pattern_like(value, _sizes_in(value), self.phase)
+        return made.add_(self.by * step) if in_place else made + self.by * step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -399,11 +429,41 @@ def _with_other_number(edit: SingleEdit) -> SingleEdit:
 
 
 def _forward_beside(step: FailingStep, shifts: Tensors, batch: Tensors) -> Any:
-    """Run the forward with moved weights and buffers; every run puts back the model's state."""
-    for name, tensor in (*step.model.named_parameters(), *step.model.named_buffers()):
+    """Run the forward with moved weights, buffers and attributes; every run puts back the model's state."""
+    for name, tensor in _list_held(step.model):
         if name in shifts.keys() - step.call.batch:
-            tensor.data.add_(shifts[name])
+            tensor.data = tensor.data + shifts[name]
     return step.call.forward(batch)
+
+
+def _are_numbers(value: torch.Tensor) -> bool:
+    """Return True for finite real numbers; zeros and ones are flags, unless they are weights or a number alone."""
+    if not is_dense(value) or value.is_complex() or value.dtype is torch.bool or not value.numel():
+        return False
+    may_be_flags = value.dim() > 0 and not isinstance(value, nn.Parameter)
+    return not (may_be_flags and is_flags(value)) and bool(torch.isfinite(value).all())
+
+
+def _list_held(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that a model holds: weights, buffers and attributes."""
+    yield from (*model.named_parameters(), *model.named_buffers(), *tensors_in(model, attributes=False))
+
+
+def _sides(moved: Tensors) -> Iterator[Tensors]:
+    """Yield the directions in which tensors are moved: each sample towards the next, and along a pattern."""
+    if not moved:
+        return
+    towards = {name: _towards_next(value) for name, value in moved.items()}
+    pattern = {name: _pattern_like(value, _sizes_in(value)) for name, value in moved.items()}
+    for direction in (towards, pattern):
+        yield direction
+        yield {name: -step for name, step in direction.items()}
+
+
+def _towards_next(value: torch.Tensor) -> torch.Tensor:
+    """Return the step from each sample to the next, of at most the size of its elements."""
+    sizes = _sizes_in(value)
+    return (value.roll(1, 0) - value if value.dim() else value).clamp(-sizes, sizes)
 
 
 def _sizes_in(value: torch.Tensor) -> torch.Tensor:
@@ -412,9 +472,10 @@ def _sizes_in(value: torch.Tensor) -> torch.Tensor:
     return torch.where(value == 0, min(float(others.median()), 1.0) if others.numel() else 1.0, value.abs())
 
 
-def _pattern_like(value: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+def _pattern_like(value: torch.Tensor, sizes: torch.Tensor, phase: int = 0) -> torch.Tensor:
     """Return a half to the whole of each size, so that a small variance stays positive; zeros move to one side."""
-    pattern = torch.linspace(1, 20, value.numel(), dtype=value.dtype, device=value.device).cos().view(value.shape)
+    places = torch.linspace(1, 20, value.numel(), dtype=value.dtype, device=value.device)
+    pattern = (places + phase).cos().view(value.shape)
     pattern = (1 + pattern.abs()) / 2 * torch.where(pattern < 0, -1.0, 1.0)
     return torch.where(value == 0, pattern.abs() * sizes, pattern * value)
 
@@ -439,7 +500,7 @@ def _extrapolate(run: Sequence[torch.Tensor]) -> torch.Tensor:
 def _agreed(sides: Sequence[Tensors]) -> dict[str, torch.Tensor]:
     """Return the mean over the sides that are finite: NaN where one does not converge or they differ, Inf for none."""
     found = {}
-    for name in sides[0]:
+    for name in sides[0] if sides else ():
         stacked = torch.stack([side[name] for side in sides if name in side])
         inside = ~torch.isinf(stacked)  # outside the domain the formula has no value
         mean = torch.where(inside, stacked, 0.0).sum(0) / inside.sum(0)

@@ -48,8 +48,7 @@ def describe_search(
         yield f"A workaround (`nandoctor fix --pick 1`): {workaround.title}. But {workaround.workaround}."
     elif ranked and not verified:
         yield f"No change helped: {plural(len(ranked), 'change')} tried. {_describe_failures(ranked)}"
-    is_of_this_batch = findings.verdict == "numerics" and all(item.kind == "data" for item in verified)
-    if ranked and (not verified or is_of_this_batch) and (advice := by_hand(findings)):
+    if ranked and not verified and (advice := by_hand(findings)):
         yield advice
 
 

@@ -31,11 +31,11 @@ from nandoctor.fixes.agreement import (
     sample_errors,
 )
 from nandoctor.fixes.gradient_check import GradientCheck, Said, in_bf16, run_lowered
-from nandoctor.fixes.gradients import gradient_error, gradient_errors, reversed_gradient
+from nandoctor.fixes.gradients import LEAST, LEAST_IN_FP32, gradient_error, gradient_errors, reversed_gradient
 from nandoctor.fixes.hidden_values import describe_hidden
 from nandoctor.fixes.meaning import VISIBLE, Meaning
 from nandoctor.fixes.variations import NEARLY_THE_SAME, OTHER_SEED, SCALED, VARIATIONS, extreme_samples
-from nandoctor.fixes.verify import GRADIENT_TOLERANCE, Judgement, Trials, selects
+from nandoctor.fixes.verify import GRADIENT_TOLERANCE, Judgement, Trials
 from nandoctor.fixes.writing import WrittenChange
 from nandoctor.ops import CLAMPS
 from nandoctor.text import are, constant, join_first, join_words, number, percent
@@ -176,7 +176,7 @@ def _describe_rounding(proof: Proof) -> str:
 
 def _error_of_smaller(proof: Proof) -> str | None:
     """Describe the change's error against float64 with smaller inputs; None if accepted, or not needed."""
-    if selects((proof.change,)) or proof.verifier.meaning.smaller is None:
+    if proof.verifier.meaning.smaller is None:
         return None
     factor, trials = proof.verifier.meaning.smaller
     beside = compare_runs(trials.reference(proof.change), trials.exact())
@@ -190,7 +190,7 @@ def _judge_float64(proof: Proof) -> Said | None:
 
     With k.clamp(min=1e-12) for a k of 0, float64 has 1 for (1 - exp(-k)) / k, and fp32 has 0.
     """
-    if not proof.judgement.passes or selects((proof.change,)):
+    if not proof.judgement.passes:
         return None
     trials, off = proof.trials, proof.verifier.fp32_error
     if off is not None and not compare_runs(proof.made, proof.verifier.search_trials.exact()).agrees():
@@ -217,7 +217,7 @@ def _judge_buffers(proof: Proof) -> Said | None:
 
 def _judge_gradients(proof: Proof) -> Said:
     lost = proof.trials.sound_reference(()).gradients.keys() - proof.made.gradients.keys()
-    if lost and not selects((proof.change,)):
+    if lost:
         return Said("failed", f"`{min(lost)}` gets no gradient any more")
     return proof.verifier.gradients.judge(proof.change, proof.made, proof.scale)
 
@@ -225,7 +225,7 @@ def _judge_gradients(proof: Proof) -> Said:
 def _judge_direction(proof: Proof) -> Said | None:
     """Refuse a change with which a gradient points the other way than the unchanged formula's, or is lost."""
     meaning = proof.verifier.meaning
-    if meaning.directed is None or selects((proof.change,)):
+    if meaning.directed is None:
         return None
     for name, error, how in _list_misdirected(proof, meaning.directed):
         if not meaning.is_rounding(name, error):
@@ -238,39 +238,29 @@ def _list_misdirected(proof: Proof, meant: Result) -> Iterator[tuple[str, float,
 
     One that the unchanged step in fp32 has just as far off is the same with the change: the failure does not reach it.
     """
-    where = "float64" if proof.trials.numerics else "fp32"
-    name = reversed_gradient(proof.made, meant)
-    if name is not None:
+    numerics, where = proof.trials.numerics, "float64" if proof.trials.numerics else "fp32"
+    if (name := reversed_gradient(proof.made, meant)) is not None:
         yield name, math.inf, f"points the other way than the formula's in {where}"
-    if not proof.trials.numerics:
-        yield from _list_rough(proof, gradient_errors(proof.made, meant))
-    if not (proof.trials.numerics and meant.finite):
+    for name, error in gradient_errors(proof.made, meant).items() if not numerics and proof.verifier.healthy else ():
+        if error > GRADIENT_TOLERANCE and error > 2 * proof.verifier.gradients.own_error:
+            yield name, error, f"is {percent(error)} off the formula's in {where}"
+    is_same_formula = only_widens(proof.edit) or proof.written.kind == "setting"
+    if not meant.finite or (is_same_formula and not numerics):
         return
-    before = gradient_errors(proof.trials.reference(), meant)
-    for name, error in gradient_errors(proof.trials.reference(proof.change), meant).items():
+    # In fp32, what the change itself does to a gradient is not mixed with what half precision rounds off.
+    changed, least = proof.trials.reference(proof.change), LEAST if numerics else LEAST_IN_FP32
+    if (name := reversed_gradient(changed, meant, least=least)) is not None:
+        yield name, math.inf, f"points the other way than the formula's in {where}"
+    before = gradient_errors(proof.trials.reference(), meant) if numerics else {}
+    for name, error in gradient_errors(changed, meant, least=least).items():
         was = before.get(name, math.nan)
         if error > VISIBLE and not was >= error / 2:  # NaN where the unchanged one is not finite
             yield name, error, f"is {percent(error)} off the formula's in {where}"
 
 
-def _list_rough(proof: Proof, errors: Mapping[str, float]) -> Iterator[tuple[str, float, str]]:
-    """Yield the parameters whose gradients are off fp32's, and off those of the same change in fp32.
-
-    That is fp16's own rounding, unless healthy samples show that theirs are nearer.
-    """
-    far = [name for name, error in errors.items() if error > GRADIENT_TOLERANCE]
-    if not far or not proof.verifier.healthy:
-        return
-    usual, changed = proof.verifier.gradients.own_error, proof.trials.reference(proof.change)
-    beside = gradient_errors(proof.made, changed)
-    for name in (name for name in far if not beside.get(name, math.inf) <= GRADIENT_TOLERANCE):
-        if errors[name] > 2 * usual:
-            yield name, errors[name], f"is {percent(errors[name])} off the formula's in fp32"
-
-
 def _judge_limit(proof: Proof) -> Said | None:
     """Refuse a change that gives a number which is not the limit of the formula at a point where it has no value."""
-    if selects((proof.change,)) or proof.written.kind in ("data", "state"):
+    if proof.written.kind == "state":
         return None
     has_none = proof.trials.numerics and not proof.trials.exact().finite
     sentence = proof.verifier.meaning.describe_replaced(proof.change, proof.made, proof.edit)
@@ -300,8 +290,6 @@ def _judge_growth(proof: Proof) -> Said:
 def _judge_healthy(proof: Proof) -> Said:
     """Check that no healthy sample is off fp32 or its old value by more than 1 % or its error before the change."""
     verifier, change, made = proof.verifier, proof.change, proof.made
-    if selects((change,)):
-        return Said("not-checked", "the change takes samples out of the batch")
     if not verifier.healthy:
         return Said("not-checked", "every sample fails" if verifier.guilty else "the samples to blame are not known")
     # The samples that are not to blame are sound in the unchanged step; only their values are compared.
@@ -460,8 +448,6 @@ def _judge_on(proof: Proof, varied: Trials | None) -> Said:
 
 def _run_on(proof: Proof, varied: Trials | None) -> Said:
     """Check only that the varied step is finite: there it may magnify fp16's rounding."""
-    if proof.written.kind == "data":
-        return Said("not-checked", "the change is of this batch alone")
     if varied is None:
         return Said("not-checked", "the step has no such variation")
     made, lowered = run_lowered(varied, proof.change, proof.scale)

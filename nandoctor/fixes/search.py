@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import takewhile
 
-from nandoctor.causes.base import Candidate, list_behind, list_makers
+from nandoctor.causes.base import Candidate, list_behind, list_makers, list_sources
 from nandoctor.changes.clamp import ClampArgument
 from nandoctor.changes.guard import GuardArgument
 from nandoctor.changes.keep_fp32 import KeepModule, KeepOp
@@ -40,7 +40,6 @@ from nandoctor.fixes.candidates import (
     propose,
     vary_settings,
     wider_lines,
-    without_guilty,
 )
 from nandoctor.fixes.fp32_sets import Kept, refine, search_fp32_sets
 from nandoctor.fixes.later_origins import LaterOrigins, find_later_origins
@@ -98,15 +97,14 @@ def _gave_finite_output(trace: Trace) -> bool:
 def _rank(tried: list[Fix], from_fp32_sets: list[Fix], findings: Findings) -> list[Fix]:
     """Rank verified fixes first: changes at the origin, then sets found by search, then another format; by size.
 
-    Then come fixes that leave the origin as it is: they help because an input happens to arrive in fp32. Leaving out
-    samples, for this batch, is last. Workarounds follow, and what failed. Among changes of one size, the smaller error
-    is better.
+    Then come fixes that leave the origin as it is: they help because an input happens to arrive in fp32. Workarounds
+    follow, and what failed. Among changes of one size, the smaller error is better.
     """
 
-    def key(item: Fix) -> tuple[bool, bool, bool, bool, bool, bool, int, float]:
+    def key(item: Fix) -> tuple[bool, bool, bool, bool, bool, int, float]:
         size = _size(item.edit, findings)
         is_workaround, elsewhere = item.workaround is not None, _is_only_upstream(item.edit, findings)
-        place = item.kind == "data", elsewhere, size >= WHOLE, item.patch not in at_origin or size == _CLAMPED
+        place = elsewhere, size >= WHOLE, item.patch not in at_origin or size == _CLAMPED
         return not item.verified, not is_workaround, *place, size, distance_of(item)
 
     at_origin = {item.patch for item in tried}
@@ -179,10 +177,7 @@ class _Search:
         self._program_error: str | None = None
 
     def try_changes(self) -> None:
-        """Try what the diagnosis suggests; if fp32 fails as well and nothing helps, leave samples out at last.
-
-        Nothing is tried on an error of the program.
-        """
+        """Try what the diagnosis suggests; nothing is tried on an error of the program."""
         self._program_error = find_program_error(self._findings, self._trials)
         if self._program_error is not None:
             self._untried.remove(_CHANGES)
@@ -195,9 +190,6 @@ class _Search:
             self._try_fp64()
         if self._findings.verdict == "numerics" and not self._succeeded:
             self._try_later_origins()
-        if self._findings.verdict == "numerics" and not self._helped:
-            affected = self._guilty or self._findings.trace.rows_hit
-            self._attempt(without_guilty(affected, self._step.call.batch_size), self._tried)
 
     def _try_fp64(self) -> None:
         """Try lines in fp64 until some pass, if the whole step in fp64 is finite."""
@@ -230,9 +222,12 @@ class _Search:
     def _meaning(self) -> Meaning:
         found = self._findings.conclusion
         sites = {suspect.site for suspect in found.suspects}
+        sources, constants = list_sources(sites, self._findings.ops)
         return Meaning(
             trials=self._trials.with_gradients,
             behind=list_behind(sites, self._findings.ops),
+            sources=sources,
+            constants=constants,
             makers=list_makers(sites, self._findings.ops),
             by_hand=frozenset(op.source for op in self._findings.inside),
             meets_infinity=any(
@@ -329,10 +324,6 @@ class _Search:
                 "The unchanged step gave another output in the search than before it: it keeps state outside of its "
                 "modules (in a file's globals, a cache or an object), which runs do not put back. The fixes may fail."
             )
-
-    @property
-    def _helped(self) -> bool:
-        return any(fix.verified or fix.workaround is not None for fix in self._tried)
 
     @property
     def _succeeded(self) -> bool:

@@ -201,7 +201,7 @@ class Trials:
             comparison = compare_runs(made, reference, exact=exact)
             agrees = self._agrees(comparison, made, unsure=compare_runs(exact, reference))
         max_rel_err = comparison.accepted_rel_err(self._tolerance) if agrees else comparison.max_rel_err
-        if judges_edit and not selects(edits):
+        if judges_edit:
             # With the change, fp32 must give the same values wherever it was finite; elsewhere there is nothing to
             # agree with, except where float64 is finite and so has the true value.
             for sound in (self.reference(), self.exact()):
@@ -237,13 +237,13 @@ class Trials:
     def sound_reference(self, edits: tuple[Change, ...]) -> Result:
         """Return the reference for a run with `edits`: the unchanged step in fp32, or in float64 if fp32 fails.
 
-        If float64 fails too, or the edits select samples, it is fp32 with the same edits.
+        If float64 fails too, it is fp32 with the same edits.
         """
         changed = self._changed_in_reference(edits)
         return self.exact() if self.numerics and not changed else self.reference(*changed)
 
     def _changed_in_reference(self, edits: tuple[Change, ...]) -> tuple[Change, ...]:
-        return edits if selects(edits) or (self.numerics and not self.exact().finite) else ()
+        return edits if self.numerics and not self.exact().finite else ()
 
     def exact(self, *edits: Change) -> Result:
         """Return the step in float64: a fix need not agree with fp32 where fp32 itself is inexact."""
@@ -372,10 +372,8 @@ def _failed(made: Result) -> Judgement:
 
 
 def selects(edits: Iterable[Change]) -> bool:
-    """Return True if samples are taken out of the batch, by an edit or by the text that is printed for it."""
-    return any(
-        edit.takes_samples if isinstance(edit, Snippet) else isinstance(edit, KeepSamples) for edit in _key(edits)
-    )
+    """Return True if samples are taken out of the batch."""
+    return any(isinstance(edit, KeepSamples) for edit in _key(edits))
 
 
 def _key(changes: Iterable[Change]) -> frozenset[Change]:

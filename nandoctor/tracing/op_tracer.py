@@ -58,8 +58,9 @@ OnOp = Callable[[OpCall, Invocation, Any], None]
 MAX_ANALYSES = 64
 IN_LOSS = Place(module=LOSS, type="", call=0)
 
-TensorKind = Literal["weight", "buffer", "unread", "batch"]
-"""The kind of a tensor from outside. Ops only write to an unread buffer, so its content does not matter."""
+TensorKind = Literal["weight", "buffer", "unread", "batch", "unknown"]
+"""The kind of a tensor from outside, unknown for an attribute. Ops only write to an unread buffer: its content does not
+matter."""
 
 Name = tuple[TensorKind, str]
 Known = tuple[TensorKind, str, torch.Tensor]

@@ -43,13 +43,11 @@ def _first_fix(report: Report, verified: Sequence[Fix]) -> Section:
     """Return the first verified fix for a screen, and what is verified besides."""
     first, *others = verified
     of = f" 1 of {len(verified)}" if others else ""
-    what = "Workaround" if first.kind == "data" and report.verdict == "numerics" else "Fix"
-    where = " on this batch alone" if first.kind == "data" else ""
     facts = [*how_to_apply(first, report), *_check_facts(first), *reason_facts(first), *_better_facts(report)]
     if others:
         more = f"; {len(others) - 1} more in the report" if len(others) > 1 else ""
         facts.append(Fact("or", f"{others[0].title} ({describe_outcome(others[0].outcome)}){more}"))
-    return Section(f"{what}{of}, verified{where}: {first.title}", [code_of_fix(first, brief=True), Facts(facts)])
+    return Section(f"Fix{of}, verified: {first.title}", [code_of_fix(first, brief=True), Facts(facts)])
 
 
 def _no_fix(report: Report, fixes: Sequence[Fix]) -> Section | None:
@@ -203,7 +201,6 @@ WHERE_TO_RUN = {
     "cell": "make this change in the notebook, and run the cell and those that use it again",
     "snippet": "run these lines where your model is called `model`, once it is built and its weights are loaded",
     "state": "run these lines once, where your model is called `model`, after its weights are loaded",
-    "data": "run these lines before the step; they were tried on this batch only, and the next may fail again",
     "setting": "set it in the training loop",
     "advice": "no code to run: change it by hand",
 }

@@ -42,11 +42,6 @@ columns = F.cross_entropy(
 )
 return (rows + columns) / 2
 """
-COUNTS = """
-far = -((y - self.means(x)) ** 2).sum(-1, keepdim=True)
-rate = self.share(F.pad(far, (0, 1)))[:, 0]
-return -torch.distributions.Poisson(rate, validate_args=False).log_prob(torch.ones(len(x)))
-"""
 READER = """
 x = self.embed(ids)
 scores = (x @ x.mT).masked_fill((ids == 0)[:, None], float("-inf"))
@@ -97,17 +92,6 @@ def test_every_line_of_a_loss_that_overflows_is_widened(replay_step, project):
     assert fix.verified
     assert added(fix) == ["rows = F.cross_entropy(output.float(), pairs)", "output.T.float(),"]
     assert project.verdict_with(fix) == "healthy"
-
-
-def test_a_batch_without_a_sample_is_compared_with_itself(replay_step):
-    """The sample is fine in float64, which is no reference for a batch that it is not in."""
-    y = torch.zeros(5, 1)
-    y[3] = 20.0
-    layers = "self.means, self.share = nn.Linear(4, 3), nn.Softmax(dim=1)"
-    report = replay_step(COUNTS, {"x": torch.randn(5, 4), "y": y}, layers=layers)
-    fix = next(fix for fix in report.fixes if fix.kind == "data")
-    assert fix.verified
-    assert "kept, size = [0, 1, 2, 4], 5" in fix.patch
 
 
 def test_a_loss_without_a_label_left_does_not_refuse_a_fix(replay_step):
@@ -212,7 +196,7 @@ def test_a_change_that_is_off_says_why_and_what_to_do(replay_step):
     x = torch.randn(6, 10)
     x[4] *= 400
     report = replay_step(SPREAD, {"x": x}, layers="self.lift = nn.Linear(10, 4)", loss=DIVERGENCE)
-    assert [fix.kind for fix in report.fixes if fix.verified] == ["data"]
+    assert not any(fix.verified for fix in report.fixes)
     assert any(note.startswith("By hand: Clamp the argument") for note in report.search_notes)
     finite = [fix for fix in report.fixes if not fix.verified and fix.outcome.finite]
     assert finite

@@ -11,8 +11,8 @@ QUICK = {
 }
 """One of each kind of fix: of a module, the input, an attribute, a bound, the weights and the optimizer."""
 
-UNFIXABLE = {"weights/one-nan", "weights/embedding-row"}
-"""No code gives back what the weights have lost."""
+UNFIXABLE = {"weights/one-nan", "weights/embedding-row", "full-row/multihead-attention"}
+"""No code gives back what the weights or the batch have lost, and no text reaches into torch's own attention."""
 WORKED_AROUND = {"form/gated-mask"}
 """The formula has no value there, and no limit either, so that a finite step needs a value that somebody makes up."""
 
@@ -25,7 +25,7 @@ def test_what_can_be_fixed_has_a_verified_fix(case, tmp_path):
     report = diagnose(case, tmp_path, fixes=True)
     assert faults(case, report) == []
     verified = [item for item in report.fixes if item.verified]
-    assert bool(verified) == (case.name not in UNFIXABLE | WORKED_AROUND)
+    assert bool(verified) == (case.verdict != "input" and case.name not in UNFIXABLE | WORKED_AROUND)
     assert any(item.workaround for item in report.fixes) >= (case.name in WORKED_AROUND)
     assert_verified_passed(report)
     assert [item.rank for item in report.fixes] == list(range(len(report.fixes)))

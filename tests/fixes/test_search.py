@@ -10,7 +10,6 @@ from nandoctor.evidence.edits import flatten
 from nandoctor.evidence.formats import BF16, FP32, FP64
 from nandoctor.evidence.report import StepSetting
 from nandoctor.fixes.verify import BudgetSpent
-from nandoctor.views.report import answer_section
 
 
 def test_a_module_that_is_called_several_times(replay_step):
@@ -88,18 +87,6 @@ def test_an_output_within_the_formats_rounding_agrees(replay_step):
     report = replay_step("return torch.sigmoid(self.logits(x))", {"x": torch.randn(2, 4)}, layers=layers, loss=dice)
     assert report.cause.code == "eps-underflow"
     assert report.fixes[0].verified
-
-
-@pytest.mark.slow
-def test_samples_that_may_not_be_all_are_not_left_out(replay_step):
-    """70 samples fail and 64 are listed: the batch without those fails as well, which says nothing of the others."""
-    a, twins = torch.randn(90, 4), torch.arange(90)[:, None] < 70
-    forward = "return (self.lift(a) - self.lift(b)).pow(2).sum(-1).sqrt()"
-    batch = {"a": a, "b": torch.where(twins, a, a + 1)}
-    report = replay_step(forward, batch, loss="return output.mean()")
-    assert "and at least" in answer_section(report, "screen").blocks[0].where
-    assert [trial for trial in report.counterfactuals if trial.setting.without] == []
-    assert not any(fix.kind == "data" for fix in report.fixes)
 
 
 def test_no_two_fixes_are_one_text(replay_step):

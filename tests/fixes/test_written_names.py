@@ -52,5 +52,5 @@ def test_an_op_is_changed_in_a_module_of_its_name(replay, part):
     x = torch.ones(3, 4)
     x[1] = 0
     best = replay(Net(part), {"x": x}).fixes[0]
-    assert best.verified
+    assert best.workaround  # x / norm(x) has no limit at 0
     assert best.kind == "source"

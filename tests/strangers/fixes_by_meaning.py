@@ -98,6 +98,53 @@ for step, change in ((dose, "guard"), (mean_of_what_fires, "*")):
         step.__name__, DIVISION, {"x": X["x"] - ZEROS["x"].eq(0) * 9.0, "autocast": False}, f"verified {change}", step
     )
 
+# --- zeros that no batch beside this one moves: rounded and whole numbers, counts, an attribute
+
+
+def chord(x):
+    return (x.exp() - x.roll(1, 1).exp()) / (x - x.roll(1, 1))
+
+
+def per_class(h, x):
+    count = torch.bincount(torch.tensor([0, 0, 2]), minlength=8).to(h)
+    return h * ((1 - 0.9**count) / count)
+
+
+lifted("rounded", DIVISION, IN_FP32, "verified *", lambda h, x: h * (torch.sin(x.round()) / x.round()))
+lifted("rounded apart", DIVISION, IN_FP32, "none", lambda h, x: h * chord(x.round()))
+lifted("counts", DIVISION, IN_FP32, "verified guard", per_class)
+
+
+@rows(DIVISION, IN_FP32, fix="verified guard", loss=squared)
+class Taps(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 8)
+        self.taps = torch.arange(-3.0, 5.0)
+
+    def forward(self, x):
+        return super().forward(x) * (torch.sin(2 * self.taps) / self.taps)
+
+
+# --- a larger eps turns a gradient round that hardly shows beside another
+
+
+@rows(
+    "precision . div eps-underflow",
+    {"x": 0.2 * ZEROS["x"].add(0.5) * ZEROS["x"].ne(0)},
+    fix="verified keep*",
+    loss=lambda made, _: 1e-2 * made[:, :4].mean() + 1e-3 * made[:, 4:].mean(),
+)
+class Beside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.large, self.small = nn.Linear(8, 4), nn.Linear(8, 4, bias=False)
+        self.small.weight.data.abs_().add_(0.1)
+
+    def forward(self, x):
+        h = self.small(x) * 0.02
+        return torch.cat([self.large(x).float() * 100 + 300, h / (h * h + 1e-8) * 1e-3], -1)
+
+
 # --- a logarithm of a sum of exponentials, times what is positive; a variance of large values
 
 

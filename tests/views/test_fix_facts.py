@@ -37,12 +37,6 @@ class Told:
         self.facts = [(fact.label, fact.text) for fact in blocks[Facts].facts]
 
 
-def test_a_heading_tells_a_workaround_from_a_fix():
-    made = factory.fixable()
-    data = Told(replace(made, verdict="numerics", fixes=(replace(made.fixes[0], kind="data", title="Leave it out"),)))
-    assert data.heading == "Workaround, verified on this batch alone: Leave it out"
-
-
 def failed(name, text):
     return Check(name=name, status="failed", text=text)
 
