@@ -34,20 +34,20 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_396, "tests": 29_981, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_417, "tests": 29_981, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_938,
     "autocast": 787,
     "capture": 2_497,
-    "causes": 2_695,
+    "causes": 2_701,
     "changes": 3_091,
     "cli": 848,
     "diagnosis": 1_950,
     "dumps": 3_130,
     "engine": 2_861,
     "evidence": 1_701,
-    "fixes": 4_252,
+    "fixes": 4_267,
     "fleet": 686,
     "repro_scripts": 617,
     "step": 3_045,
