@@ -34,10 +34,10 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_417, "tests": 29_981, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_420, "tests": 29_981, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
-    FILES: 2_938,
+    FILES: 2_939,
     "autocast": 787,
     "capture": 2_497,
     "causes": 2_701,
@@ -48,7 +48,7 @@ MAX_LINES_OF_ROOMS = {
     "engine": 2_861,
     "evidence": 1_701,
     "fixes": 4_267,
-    "fleet": 686,
+    "fleet": 688,
     "repro_scripts": 617,
     "step": 3_045,
     "tracing": 1_650,

@@ -84,7 +84,9 @@ def _replay(job: Job) -> JobAnswer:
     from nandoctor.views.html import page_of
 
     dump = take_weights(read_dump(job.path), job.settings)
-    found = tell_if_changed(replay_dump(dump, None, job.settings), dump, job.settings)
+    found = replay_dump(dump, None, job.settings)
+    if found.report.verdict == "not-reproduced":
+        found = tell_if_changed(found, dump, job.settings)
     report = add_fixes(found, job.settings)
     finding = DumpFinding(
         verdict=report.verdict,
