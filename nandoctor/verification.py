@@ -21,7 +21,7 @@ from typing import Any
 from torch import nn
 
 from nandoctor.changes.setting import SetLossScale
-from nandoctor.diagnosis.verdict import describe_idle_state
+from nandoctor.diagnosis.verdict import describe_idle_state, doubt_output
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.engine.progress import Progress
@@ -39,7 +39,7 @@ from nandoctor.pipeline import Diagnosed, replay_dump
 from nandoctor.source_files import is_changed, is_installed, own_source, shown_path
 from nandoctor.step.model_loading import ModelSource
 from nandoctor.step.settings import Settings
-from nandoctor.text import are, join_first, mode_text, part_of, percent
+from nandoctor.text import are, join_first, mode_text, part_of
 from nandoctor.views.fixes import command_for
 from nandoctor.views.verification import describe_changes
 
@@ -236,11 +236,8 @@ def _doubts(measured: Verification, found: Diagnosed, query: Query) -> Iterator[
     graded = found.report.reproduction
     if not query.proved and graded.grade == "no-reference" and graded.num_bad_saved:
         yield f"None of the outputs is known to be the saved {graded.output}, so the step may be another than failed."
-    if not query.proved and not found.random and (graded.max_rel_err or 0.0) > WRONG:
-        yield (
-            f"The finite values of the saved {graded.output} are up to {percent(graded.max_rel_err)} off in the "
-            "replay: the change alters them, or something of the failing step is missing from the file."
-        )
+    if not query.proved and not found.random:
+        yield from (gap.text for gap in doubt_output(graded))
     if measured.failure is None or query.proved or code.changed:
         return
     files = join_first(list(code.compared), 3)

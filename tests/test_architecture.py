@@ -34,12 +34,12 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_421, "tests": 29_981, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_424, "tests": 29_981, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
-    FILES: 2_939,
+    FILES: 2_936,
     "autocast": 787,
-    "capture": 2_497,
+    "capture": 2_502,
     "causes": 2_701,
     "changes": 3_091,
     "cli": 848,
@@ -47,7 +47,7 @@ MAX_LINES_OF_ROOMS = {
     "dumps": 3_130,
     "engine": 2_861,
     "evidence": 1_701,
-    "fixes": 4_268,
+    "fixes": 4_269,
     "fleet": 688,
     "repro_scripts": 617,
     "step": 3_045,

@@ -89,6 +89,11 @@ class RecordedStep:
         return sorted({rank for flag in self.flags for rank, value in enumerate(flag.values()[1:]) if value > 0})
 
     @property
+    def awaits_gradients(self) -> bool:
+        """True if its gradients count and no update has measured them."""
+        return not (self.updates or self.decided or self.without_grad or self.skipped)
+
+    @property
     def gradients_nonfinite(self) -> bool:
         """True if the gradients were measured and are non-finite."""
         flags = [self.accumulated, *[update.gradients for update in self.updates]]

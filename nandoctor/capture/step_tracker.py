@@ -127,13 +127,13 @@ class StepTracker:
 
     def _look_at_gradients(self, step: RecordedStep, *, over_ranks: bool) -> None:
         """Flag the gradients of a step if no update has measured them, and none will."""
-        if not (step.updates or step.decided or step.without_grad or step.skipped):
+        if step.awaits_gradients:
             gradients = self.trainers.find_all().gradients()
             step.accumulated = flag_magnitude(gradients, self._observer.device, ask_all=over_ranks)
 
     def _foresee_skip(self, step: RecordedStep) -> None:
         """Flag a micro-batch with non-finite gradients: what is added to them stays so, and the scaler will skip it."""
-        if not (step.updates or step.decided or step.without_grad or step.skipped):
+        if step.awaits_gradients:
             largest = self.trainers.find_all().gradients()
             if largest is not None:
                 step.skip = flag_nonfinite([torch.as_tensor(largest)], self._observer.device, ask_all=False)

@@ -222,13 +222,14 @@ class _Search:
     def _meaning(self) -> Meaning:
         found = self._findings.conclusion
         sites = {suspect.site for suspect in found.suspects}
-        sources, constants = list_sources(sites, self._findings.ops)
+        ops = self._findings.ops if self._trials.numerics else ()  # a sound fp32 is what the formula means
+        sources, constants = list_sources(sites, ops)
         return Meaning(
             trials=self._trials.with_gradients,
-            behind=list_behind(sites, self._findings.ops),
+            behind=list_behind(sites, ops),
             sources=sources,
             constants=constants,
-            makers=list_makers(sites, self._findings.ops),
+            makers=list_makers(sites, ops),
             by_hand=frozenset(op.source for op in self._findings.inside),
             meets_infinity=any(
                 {"+inf", "-inf"} & {*it.origin.elements.kinds} or (it.cause and it.cause.code == _OF_INFINITIES)
