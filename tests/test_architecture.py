@@ -34,7 +34,7 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_424, "tests": 29_981, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_423, "tests": 29_987, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_936,
@@ -43,11 +43,11 @@ MAX_LINES_OF_ROOMS = {
     "causes": 2_701,
     "changes": 3_091,
     "cli": 848,
-    "diagnosis": 1_950,
+    "diagnosis": 1_954,
     "dumps": 3_130,
     "engine": 2_861,
     "evidence": 1_701,
-    "fixes": 4_269,
+    "fixes": 4_264,
     "fleet": 688,
     "repro_scripts": 617,
     "step": 3_045,

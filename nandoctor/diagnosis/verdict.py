@@ -8,7 +8,7 @@ from dataclasses import replace
 from textwrap import shorten
 
 from nandoctor.diagnosis.conclusion import Conclusion, Findings, Gap, conclude
-from nandoctor.diagnosis.run_summary import outputs_differ, relative_error
+from nandoctor.diagnosis.run_summary import outputs_differ, worst_error
 from nandoctor.evidence.dump_summary import NO_TARGET, ArraySummary, DumpSummary, SavedFlags
 from nandoctor.evidence.formats import FP8_E4M3, FP8_E5M2, FP32, FloatFormat
 from nandoctor.evidence.report import NOTHING_FOUND, WRONG, Diagnosis, FirstNonfinite, Reproduction, Verdict
@@ -128,7 +128,7 @@ def doubt_rounding(trace: Trace, reference: Trace, *, random: bool) -> Iterator[
             remedy="Guard that operation: another batch or precision may fail there.",
         )
     elif trace.finite and not random and outputs_differ(trace.output, reference.output):
-        off = percent(relative_error(trace.output, reference.output))
+        off = percent(worst_error(trace.output, reference.output))
         pairs = ((op, reference.by_key.get(op.key)) for op in trace.ops)
         wrong = (op for op, same in pairs if same is not None and outputs_differ(op.outputs, same.outputs))
         begins = next(wrong, None)

@@ -95,7 +95,8 @@ def _look(step: FailingStep, findings: Findings) -> Findings:
         if path in hidden and site.op not in SEES_NAN
         if _is_unmeant(hidden[path], whole, reference, site)
     }
-    unlike_fp32 = taken and _is_unlike(whole, reference)
+    made, in_fp32 = ((*_showing(run, set()).output, *filter(None, [run.loss])) for run in (whole, reference))
+    unlike_fp32 = taken and outputs_differ(made, in_fp32)
     plain = Exposing(step=step, only=frozenset()).exposed.run(watch=_RESULTS) if unlike_fp32 else None
     decided = [path for path in [*taken][:_MOST_TAKERS] if _decides(step, path, plain)]
     chosen = frozenset((*kept, *decided))
@@ -212,12 +213,6 @@ def _is_unmeant(held: TensorStats, trace: Trace, reference: Trace, taker: Taken 
     return not (taker is not None and taker.op in COMPARISONS) and any(
         tensor.origin != "unknown" for _, tensor in found.outside
     )
-
-
-def _is_unlike(trace: Trace, reference: Trace) -> bool:
-    """Return True if a tensor of the output, or the loss, is too far from fp32's for mere rounding."""
-    made, in_fp32 = ((*_showing(run, set()).output, *filter(None, [run.loss])) for run in (trace, reference))
-    return any(outputs_differ((stats,), in_fp32) for stats in made)
 
 
 def _decides(step: FailingStep, path: str, plain: Outcome | None) -> bool:

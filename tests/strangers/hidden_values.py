@@ -151,6 +151,12 @@ def other_random_numbers(_model, h):
     return h + 9 * torch.randn_like(h)
 
 
+@rows("silent . mul silent-overflow", {"x": normal(8, 4)}, make=Hiding)
+def small_beside_a_large_output(_model, h):
+    far = h * 400
+    return far / (far * far).mean(-1, keepdim=True).sqrt(), far
+
+
 @rows("numerics . log log-of-zero", BATCH, make=Hiding)
 def kept_as_a_part_of_the_loss(model, h):
     model.part = h.sub(100).relu().sum().log()
