@@ -12,7 +12,8 @@ from collections.abc import Sequence
 class NanDoctorError(Exception):
     """An error that the user can fix; the base of all errors that nandoctor raises on purpose.
 
-    Control characters in the texts, which may come from a file or a model, are written as escapes.
+    Control characters in the texts, which may come from a file or a model, are written as escapes, and
+    a message is cut to what a screen shows.
 
     Args:
         message: what is wrong.
@@ -23,11 +24,12 @@ class NanDoctorError(Exception):
     exit_code = 1
 
     def __init__(self, message: str, *, remedy: str, options: Sequence[str] = ()) -> None:
-        from nandoctor.text import printable  # noqa: PLC0415 - `--help` does not need it
+        from nandoctor.text import brief, printable, screenful  # noqa: PLC0415 - `--help` does not need it
 
-        self.options = tuple(map(printable, options))
+        self.options = tuple(brief(option, 2000) for option in options)
+        self.message = screenful(message)
         remedy = f"{remedy} {shlex.join(self.options)}".rstrip()
-        self.message, self.remedy = ("\n".join(map(printable, text.split("\n"))) for text in (message, remedy))
+        self.remedy = "\n".join(map(printable, remedy.split("\n")))  # uncut: the rest of a quoted word would be run
         super().__init__(self.message)
 
     def __str__(self) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import errno
 import hashlib
 import importlib.machinery
 import importlib.util
 import io
 import os
 import re
+import stat
 import sys
 import sysconfig
 import tokenize
@@ -73,9 +75,17 @@ def defines_code(path: Path, name: str, *, own: bool) -> bool:
 def parse_source(path: Path) -> ast.Module | None:
     """Parse a file as `parse` does; return None if it cannot be read either."""
     try:
-        return parse(decode_source(path.read_bytes())[0].removeprefix("\ufeff"))
+        return parse(decode_source(read_regular(path))[0].removeprefix("\ufeff"))
     except (SyntaxError, UnicodeDecodeError, OSError):
         return None
+
+
+def read_regular(path: Path, most: int = _MAX_OWN_NBYTES) -> bytes:
+    """Return the content of a regular file of at most so many bytes; raise OSError for any other, as it may not end."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode) or status.st_size > most:
+        raise OSError(errno.EINVAL, "it is no regular file, or too large")
+    return path.read_bytes()
 
 
 def _names_of(statement: ast.stmt) -> list[str]:
@@ -172,7 +182,7 @@ def installed_path(module: str) -> Path | None:
         return None
     base = Path(found.origin).parent.joinpath(*parts)
     places = (base.with_suffix(".py"), base / "__init__.py") if parts else (Path(found.origin),)
-    return next((place for place in places if place.is_file()), None)
+    return next((place for place in places if os.path.isfile(place)), None)  # noqa: PTH113  (names may be too long)
 
 
 def _origin_of(top: str) -> Path | None:
@@ -210,16 +220,13 @@ def own_source(file: str) -> Path | None:
 
 def hash_of(path: Path) -> str:
     """Return the sha256 of a file in hexadecimal; raise OSError if it cannot be read."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return hashlib.sha256(read_regular(path)).hexdigest()
 
 
 def hash_source(path: Path) -> SourceHash | None:
     """Return the hashes of a file; None if it cannot be read, or is too large to be hand-written code."""
     try:
-        if path.stat().st_size > _MAX_HASHED_NBYTES:
-            return None
-        data = path.read_bytes()
+        data = read_regular(path, _MAX_HASHED_NBYTES)
     except OSError:
         return None
     return SourceHash(sha256=hashlib.sha256(data).hexdigest(), code=hash_code(data))

@@ -6,12 +6,15 @@ Strings that come from a dump or a model cannot be trusted: they are made printa
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 _KINDS = {"nan": "NaN", "+inf": "+Inf", "-inf": "-Inf"}
 _BRIEF_WIDTH = 120
 _CODE_WIDTH = 60
+_SCREEN_LINES, _SCREEN_WIDTH = 30, 3_000
 _MAX_LISTED = 12
 _MAX_SAMPLES = 3
 _LEAST_SHARE = 1e-5
@@ -229,6 +232,25 @@ def mode_text(seed: int | None, *training: bool) -> str:
 def brief(text: str, width: int = _BRIEF_WIDTH) -> str:
     """Return untrusted text, printable and at most `width` characters long."""
     return shorten(printable(shorten(text, width)), width)  # cut first: a file may hold a name of many megabytes
+
+
+_short = reprlib.Repr()
+for _limit in ("list", "tuple", "set", "frozenset", "dict", "string", "long", "other"):
+    setattr(_short, f"max{_limit}", _BRIEF_WIDTH)
+
+
+def brief_value(value: Any) -> str:
+    """Return an untrusted value as brief text; of a list that may be endless, the first items alone become text."""
+    return brief(value if isinstance(value, str) else _short.repr(value))
+
+
+def screenful(text: str) -> str:
+    """Return untrusted text, printable but for its ends of lines, of which it keeps no more than fill a screen."""
+    lines = text.split("\n")
+    left = len(lines) - _SCREEN_LINES
+    lines = [*lines[:_SCREEN_LINES], f"… {plural(left, 'more line')}"] if left > 0 else lines
+    shown = shorten("\n".join(lines), _SCREEN_WIDTH).split("\n")
+    return shorten("\n".join(map(printable, shown)), _SCREEN_WIDTH)
 
 
 def brief_list(names: Iterable[str]) -> str:

@@ -90,18 +90,25 @@ def walk(value: Any, parts_of: Callable[[Any], Parts | None] = parts) -> Iterato
     `parts_of` decides what is entered. Where the limits of depth and number end the walk, it yields `BEYOND`.
     """
     num_entered = 0
-    waiting: list[tuple[Place, Any]] = [((), value)]
+    waiting: list[Iterator[tuple[Place, Any]]] = [iter([((), value)])]  # the parts of each container that is entered
     while waiting:
-        place, item = waiting.pop()
-        yield place, item
+        if (found := next(waiting[-1], None)) is None:
+            waiting.pop()
+            continue
+        yield found
+        place, item = found
         inside = parts_of(item)
         if not inside:
             continue
         num_entered += 1
         if len(place) >= MAX_DEPTH or num_entered > MAX_CONTAINERS:
             yield place, BEYOND
-            continue
-        waiting.extend([((*place, key), part) for key, part in inside.items()][::-1])
+        else:
+            waiting.append(_beneath(place, inside))
+
+
+def _beneath(place: Place, inside: Parts) -> Iterator[tuple[Place, Any]]:
+    return (((*place, key), part) for key, part in inside.items())
 
 
 def once(parts_of: Callable[[Any], Parts | None]) -> Callable[[Any], Parts | None]:

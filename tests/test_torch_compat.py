@@ -21,8 +21,9 @@ PACKAGE = Path(nandoctor.__file__).parent
 OTHERS = sorted(set(PACKAGE.rglob("*.py")) - {PACKAGE / "torch_compat.py"})
 # Documented by Python: fields of named tuples and of an enum's members, the caller's frame, and the end of a process.
 PUBLIC = frozenset({"_fields", "_replace", "_asdict", "_name_", "_value_", "_getframe", "_exit"})
-# Private attributes of transformers' configurations and of argparse's parsers, which are no part of torch.
-ELSEWHERE = frozenset({"_attn_implementation", "_actions"})
+# Private in transformers' configurations and argparse's parsers, and how zipfile finds the end of an archive: another
+# reader could find another. None of it is a part of torch.
+ELSEWHERE = frozenset({"_attn_implementation", "_actions", "_EndRecData", "_ECD_SIZE"})
 
 
 def is_private(name):

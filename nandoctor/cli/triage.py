@@ -59,6 +59,8 @@ def triage(context: click.Context, /, patterns: tuple[str, ...], as_json: bool, 
 
     Fixes are tried on one dump of each group. A file that cannot be replayed never stops the others. After Ctrl-C, run
     the same command again to go on.
+
+    Exit: 0 all analysed, 1 none or an error, 2 wrong usage, 3 not all could be replayed.
     """
     if options["scheduler"] is not None and options["jobs"]:
         raise click.UsageError("--scheduler goes with no --jobs: the cluster has its own workers.")
@@ -71,7 +73,8 @@ def triage(context: click.Context, /, patterns: tuple[str, ...], as_json: bool, 
         _print(error.triage, as_json=as_json)
         raise
     _print(found, as_json=as_json)
-    context.exit(0 if any(result.outcome == "analysed" for result in found.dumps) else 1)
+    outcomes = {result.outcome for result in found.dumps}
+    context.exit(0 if outcomes == {"analysed"} else 3 if "analysed" in outcomes else 1)
 
 
 def _print(found: Triage, *, as_json: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,7 @@ from nandoctor.dumps.stored_tensor import (
 from nandoctor.dumps.trees import AS_WRITTEN, KIND, MAX_NAME, Slot, name_tensors, too_large
 from nandoctor.errors import DumpError
 from nandoctor.evidence.dump_summary import Role
-from nandoctor.text import brief, brief_list, byte_size, dtype_name
+from nandoctor.text import brief, brief_list, brief_value, byte_size, dtype_name, shorten
 from nandoctor.trees import BEYOND, MAX_DEPTH, PLAIN, walk
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ _MODULE_PARTS = ("_parameters", "_buffers", "_modules")
 _OPTIMIZER_KEYS = frozenset({"state", "param_groups"})
 
 _MAX_VALUES = 100_000
+_MAX_STATES = 5_000  # each is compared with all names of the model
 # An expanded tensor claims more elements than were saved; beyond this, counting them could take forever.
 _MAX_CLAIM_PER_BYTE = 16
 _CLAIM_FLOOR = 1 << 28
@@ -56,7 +58,7 @@ class Contents:
     """The contents of a file of `nbytes` bytes, by dotted name; `left_out` names what no replay uses.
 
     Dense tensors are torch's only if `as_torch` is set. `tree` has plain values, and a `Slot` for each array, in the
-    containers that they were saved in.
+    containers that they were saved in. `idle` has the tensors and the NaN of what no replay takes, as an optimizer.
     """
 
     nbytes: int
@@ -66,6 +68,7 @@ class Contents:
     scalars: dict[str, Any] = field(default_factory=dict)
     rng_states: dict[str, torch.Tensor] = field(default_factory=dict)
     moments: list[SecondMoment] = field(default_factory=list)
+    idle: dict[str, Any] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     tree: Any = None
     num_values: int = 0
@@ -166,12 +169,14 @@ def _sort(contents: Contents, name: str, value: object, depth: int) -> Any:
     if isinstance(value, Mapping) and value.keys() >= _OPTIMIZER_KEYS:
         if not _take_moments(contents, name, value["state"], value["param_groups"]):
             contents.left_out.append(name or "an optimizer's state")
+        _keep_idle(contents, name, value)
     elif is_random_state(name) and isinstance(value, Mapping):  # {"torch": ..., "cuda": ...}
         _sort_items(contents, name, value, depth)
     elif is_random_state(name) and is_bytes(value):
         contents.rng_states[name] = read_generator(partial(_take_tensor, contents), value, name)
     elif is_bookkeeping(name):
         contents.left_out.append(name)
+        _keep_idle(contents, name, value)
     elif _is_module(value):
         if state := _state_of(value):  # most losses have none
             contents.states[name] = _take_state(contents, name, state)
@@ -192,7 +197,7 @@ def _sort_items(contents: Contents, name: str, mapping: Mapping[Any, object], de
     """Sort the items of a dict; return those that are part of a batch."""
     tree: dict[Any, Any] = {}
     if [*mapping] == [KIND]:  # an object without values, as a path or a function is
-        contents.left_out.append(f"{name or 'the dump'} ({brief(str(mapping[KIND]))})")
+        contents.left_out.append(f"{name or 'the dump'} ({brief_value(mapping[KIND])})")
     for key, item in mapping.items():
         if key == KIND and isinstance(item, str):  # the class that the mapping stands for, not a value
             tree[key] = item
@@ -223,7 +228,7 @@ def _state_of(module: Mapping[str, Any]) -> dict[str, object]:
         left_out = dropped if isinstance(dropped, set | frozenset) else frozenset()
         for name, value in (*item["_parameters"].items(), *item["_buffers"].items()):
             if value is not None and name not in left_out:
-                state[".".join([*place, str(name)])] = value
+                state[_check_name(".".join([*place, str(name)]))] = value
     return state
 
 
@@ -247,6 +252,8 @@ def _is_state(name: str, mapping: Mapping[Any, object]) -> bool:
 
 
 def _take_state(contents: Contents, name: str, mapping: Mapping[Any, object]) -> dict[str, torch.Tensor]:
+    if len(contents.states) >= _MAX_STATES:
+        raise too_large()
     state = {}
     for key, item in mapping.items():
         parameter = _check_name(key)
@@ -264,6 +271,15 @@ def _take_moments(contents: Contents, name: str, state: object, groups: object) 
         place = f"{name}.state.{moment.index}"
         contents.moments.append(replace(moment, values=_take_tensor(contents, place, moment.values)))
     return bool(found)
+
+
+def _keep_idle(contents: Contents, name: str, value: object) -> None:
+    """Keep tensors and NaN of what no replay uses, as of an optimizer: that it is not finite may be all to say."""
+    for place, item in walk(value):
+        if is_dense(item) or (isinstance(item, float) and math.isnan(item)):
+            part = brief(".".join(shorten(str(key), 120) for key in (*filter(None, [name]), *place)))
+            tensor = _take_tensor(contents, part, item) if is_dense(item) else None
+            contents.idle[part] = item if tensor is None else tensor if tensor.shape else tensor.item()
 
 
 def _sort_leaf(contents: Contents, name: str, value: object) -> Any:
@@ -317,7 +333,8 @@ def _take_tensor(contents: Contents, name: str, value: Any) -> Any:
 
 
 def _join(name: str, part: str) -> str:
-    return f"{name}.{part}" if name else part
+    """Return the name of a part: like a key it is bounded, so that not all parts of a long one repeat it."""
+    return _check_name(f"{name}.{part}") if name else part
 
 
 def _check_name(name: object) -> str:
@@ -396,7 +413,7 @@ def is_random_state(name: str) -> bool:
 def _parts(name: str) -> list[str]:
     """Return the dotted parts in snake_case, without numbering: "inputImage.0" gives ["input_image"]."""
     snake = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
-    parts = (re.sub(r"[_\d]+$", "", part.replace("-", "_")) for part in snake.split("."))
+    parts = (part.replace("-", "_").rstrip("_0123456789") for part in snake.split("."))
     return [part for part in parts if part]
 
 

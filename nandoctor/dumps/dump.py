@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from nandoctor.dumps.recorded_format import FORMAT, Recorded, code_rows
 from nandoctor.dumps.signature import Provenance
 from nandoctor.dumps.stored_tensor import StoredTensor
 from nandoctor.evidence.dump_summary import NO_TARGET, ArraySummary, DumpSummary, Layout, Role, SavedFlags
-from nandoctor.text import brief, brief_list, dtype_name, plural
+from nandoctor.text import brief, brief_list, brief_value, dtype_name, plural
 
 if TYPE_CHECKING:
     import torch
@@ -28,10 +29,11 @@ class Dump:
     `arrays` maps names to tensors of at least one dimension, in the order of the file. `scalars` holds numbers,
     strings, booleans, None, flat lists of them, and 0-dim arrays as numbers. Both flatten nested containers to dotted
     names; `tree` keeps the containers, with a `Slot` for each array. `rng_states` are the states of random generators,
-    `moments` the second moments of the optimizer. `left_out` names the rest of the file: other weights, schedules,
-    arrays of text. `recorded` is what a file in the recorder's format says of the call and its environment, and
-    `provenance` whether this user's own recorder wrote it; `missing` names what it could not hold. If `other_weights`,
-    `state` was read from another file (`notes` say so), and may not be that of the failing step.
+    `moments` the second moments of the optimizer, `idle` all tensors and NaN that no replay takes. `left_out` names
+    the rest of the file: other weights, schedules, arrays of text. `recorded` is what a file in the recorder's format
+    says of the call and its environment, and `provenance` whether this user's own recorder wrote it; `missing` names
+    what it could not hold. If `other_weights`, `state` was read from another file (`notes` say so), and may not be that
+    of the failing step.
     """
 
     path: Path
@@ -42,6 +44,7 @@ class Dump:
     scalars: Mapping[str, Any] = field(default_factory=dict)
     rng_states: tuple[torch.Tensor, ...] = ()
     moments: tuple[SecondMoment, ...] = ()
+    idle: Mapping[str, Any] = field(default_factory=dict)
     state_name: str = ""
     other_states: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
@@ -73,9 +76,12 @@ class Dump:
 
     @property
     def saved_flags(self) -> SavedFlags:
-        """What went wrong according to the recorder; for any other file, a loss that is not finite."""
+        """What went wrong according to the recorder; for any other file, a non-finite loss, and NaN in numbers."""
         if not self.is_recorded:
-            return SavedFlags(loss=next(filter(_is_nonfinite, self.losses.values()), None))
+            broken = tuple(
+                name for name, value in self.scalars.items() if name not in self.losses and not _is_sound(value)
+            )
+            return SavedFlags(loss=next(filter(_is_nonfinite, self.losses.values()), None), numbers=broken)
         loss, reason = self.scalars.get("loss"), self.scalars.get("reason")
         counts = {name: value for name, value in self.scalars.items() if type(value) is int}
         return SavedFlags(
@@ -110,25 +116,24 @@ class Dump:
         return next((scalars[name] for name in names if type(scalars.get(name)) is int), None)
 
     def list_broken(self) -> list[str]:
-        """Return what is NaN or Inf besides the arrays and the weights: other states, moments, and NaN among numbers.
+        """Return what is NaN or Inf besides the arrays, the weights and the numbers: other states, the optimizer's.
 
         An infinity is often the start of a search for the best loss, or a mask that both states hold.
         """
         states = {
-            name: (tensor for key, tensor in state.items() if key not in self.state or _is_sound(self.state[key]))
+            name: [tensor for key, tensor in state.items() if key not in self.state or _is_sound(self.state[key])]
             for name, state in self.other_states.items()
         }
-        states["optimizer"] = (moment.values for moment in self.moments)
-        numbers = (name for name, value in self.scalars.items() if _holds_nan(value))
-        return [*(name for name, found in states.items() if not all(map(_is_sound, found))), *numbers]
+        return [name for name, found in chain(states.items(), self.idle.items()) if not _is_sound(found)]
 
 
-def _is_sound(tensor: torch.Tensor) -> bool:
-    return not any(_count_nonfinite(tensor))
-
-
-def _holds_nan(value: Any) -> bool:
-    return any(isinstance(item, float) and math.isnan(item) for item in (value if isinstance(value, list) else [value]))
+def _is_sound(value: Any) -> bool:
+    """Return False for a tensor with NaN or Inf, and for NaN among numbers."""
+    if isinstance(value, list):
+        return all(map(_is_sound, value))
+    if isinstance(value, float):
+        return not math.isnan(value)
+    return not hasattr(value, "shape") or not any(_count_nonfinite(value))
 
 
 def _is_nonfinite(value: Any) -> bool:
@@ -153,7 +158,7 @@ def summarize(dump: Dump) -> DumpSummary:
         num_weights=len(dump.state),
         num_parameters=sum(tensor.numel() for name, tensor in dump.state.items() if not is_buffer(name)),
         arrays=arrays,
-        scalars=tuple((name, brief(str(value))) for name, value in dump.scalars.items()),
+        scalars=tuple((name, brief_value(value)) for name, value in dump.scalars.items()),
         bad_weights=tuple(entry for entry in nonfinite if not is_buffer(entry.name)),
         bad_buffers=bad_buffers,
         missing=tuple(_missing(dump, arrays, bad_buffers)),
@@ -220,12 +225,13 @@ def _missing(dump: Dump, arrays: tuple[ArraySummary, ...], bad_buffers: tuple[Ar
         yield NO_TARGET
     if not dump.rng_states:
         yield (
-            "No random state: dropout draws different masks in a replay. Next time add 'rng_state': "
-            "torch.get_rng_state() (torch.cuda.get_rng_state() on a GPU), taken before the forward."
+            "No random state: where the model draws numbers, as dropout does, a replay draws others. Next time add "
+            "'rng_state': torch.get_rng_state() (torch.cuda.get_rng_state() on a GPU), taken before the forward."
         )
     if not any(name.rpartition(".")[2] in _SCALE_NAMES for name in dump.scalars):
         yield (
-            "No loss scale: the scaled fp16 gradients cannot be replayed. Next time add 'scaler': scaler.state_dict()."
+            "No loss scale: if a GradScaler was on, gradients are not replayed at its scale. Next time add 'scaler': "
+            "scaler.state_dict()."
         )
 
 

@@ -27,9 +27,6 @@ from nandoctor.machine import is_out_of_memory
 from nandoctor.text import brief, brief_list
 
 _ZIP_MAGIC = b"PK\x03\x04"
-_END, _END64 = b"PK\x05\x06", b"PK\x06\x06"
-_END_NBYTES, _END64_NBYTES = 22, 56
-_MAX_COMMENT = 1 << 16
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 # zipfile makes an object of half a kilobyte for each entry; torch.save writes one entry for each storage.
 _MAX_DIRECTORY_NBYTES = 32 << 20
@@ -224,11 +221,12 @@ def _open_archive(data: mmap.mmap, path: Path) -> Container:
 
 def _find_members(data: mmap.mmap) -> dict[str, Member]:
     """Return the members of the archive by name, in the order of its directory."""
-    _check_directory(data)
+    file = cast(IO[bytes], data)
     try:
-        with zipfile.ZipFile(cast(IO[bytes], data)) as archive:
+        _check_directory(file)
+        with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
-    except MemoryError:
+    except (MemoryError, DumpError):
         raise
     except Exception as error:  # a damaged directory makes zipfile raise nearly anything
         raise damaged(_CUT_SHORT) from error
@@ -253,16 +251,10 @@ def _find_members(data: mmap.mmap) -> dict[str, Member]:
     return members
 
 
-def _check_directory(data: mmap.mmap) -> None:
-    """Bound the size of the directory before zipfile makes objects of it."""
-    tail = data[-(_MAX_COMMENT + _END_NBYTES + _END64_NBYTES + 20) :]
-    end = tail.rfind(_END)
-    if end < 0 or len(tail) - end < _END_NBYTES:
-        raise damaged(_CUT_SHORT)
-    size = int.from_bytes(tail[end + 12 : end + 16], "little")
-    end64 = tail.rfind(_END64, 0, end)
-    if end64 >= 0:
-        size = max(size if size < 0xFFFFFFFF else 0, int.from_bytes(tail[end64 + 40 : end64 + 48], "little"))
+def _check_directory(file: IO[bytes]) -> None:
+    """Bound the size of the directory, where zipfile itself finds that, before it makes objects of it."""
+    end = zipfile._EndRecData(file)  # type: ignore[attr-defined] # two readers could find two
+    size = end[zipfile._ECD_SIZE] if end is not None else 0  # type: ignore[attr-defined]
     if size > _MAX_DIRECTORY_NBYTES:
         raise DumpError(
             f"its zip directory claims {size:,} bytes, more than any training step needs.",

@@ -198,3 +198,8 @@ def _rebuild(kind: str, fields: dict[str, Any]) -> Any:
         made = namedtuple("Fields", list(fields), rename=True)  # type: ignore[misc]  # the names are the file's
         return made(*fields.values())
     return Fields(fields)
+
+
+def with_attributes(tree: Any) -> Any:
+    """Return the tree with `Fields` in place of dicts, one of which may be a dataclass that was saved by `asdict`."""
+    return tree_map(lambda it: Fields({k: with_attributes(v) for k, v in it.items()}) if type(it) is dict else it, tree)

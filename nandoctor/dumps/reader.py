@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from nandoctor.dumps.classify import choose_state, sort_contents, sort_recorded
 from nandoctor.dumps.dump import Dump
-from nandoctor.dumps.file_type import Container, damaged, directory_error, open_container, regular_size
+from nandoctor.dumps.file_type import Container, damaged, directory_error, hostile, open_container, regular_size
 from nandoctor.dumps.recorded_format import get, is_recorded
 from nandoctor.dumps.signature import check_signature
 from nandoctor.dumps.unpickle import load_pickle
@@ -33,6 +33,8 @@ _WHOLE = (
     *("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model-*-of-*.safetensors"),
     *("pytorch_model.bin", "pytorch_model-*-of-*.bin"),
 )
+# Of safetensors: 100 bytes for each tensor, in the shards of the largest models 1 MB.
+_MAX_HEADER_NBYTES = 16 << 20
 
 
 def read_dump(path: str | os.PathLike[str], *, as_torch: bool = True) -> Dump:
@@ -116,6 +118,10 @@ def _read_safetensors(path: Path) -> State:
             "reading it needs the package safetensors.", remedy="Install it: pip install nandoctor[safetensors]."
         ) from error
     nbytes = regular_size(path)
+    with path.open("rb") as head:
+        claimed = int.from_bytes(head.read(8), "little")
+    if claimed > _MAX_HEADER_NBYTES:
+        raise hostile(f"its header claims {byte_size(claimed)}")
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
@@ -147,6 +153,7 @@ def _make_dump(container: Container, saved: object, *, as_torch: bool) -> Dump:
         scalars=contents.scalars,
         rng_states=tuple(contents.rng_states.values()),
         moments=tuple(contents.moments),
+        idle=contents.idle,
         tree=contents.tree,
         left_out=(*other_states, *contents.left_out),
     )

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NewType, TypeGuard
 
@@ -20,12 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nandoctor.dumps.stored_tensor import is_dense, is_generator_state
-from nandoctor.dumps.trees import AS_WRITTEN, KIND, holds_objects, is_plain_data, name_tensors, slots
+from nandoctor.dumps.trees import AS_WRITTEN, KIND, MAX_NAME, holds_objects, is_plain_data, name_tensors, slots
 from nandoctor.errors import DumpError
 from nandoctor.evidence.codec import Hook, MisfitError, from_plain
 from nandoctor.evidence.dump_summary import OptimizerUpdate
 from nandoctor.source_files import ASSIGNED, SourceHash, defines, hash_of, installed_path, own_source
-from nandoctor.text import brief, brief_list, dtype_name, printable
+from nandoctor.text import brief, brief_list, brief_value, dtype_name, printable
+from nandoctor.trees import walk
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -131,7 +133,7 @@ class Reference:
     @property
     def can_be_named(self) -> bool:
         """True if it can be found by its name, unlike a lambda, or anything defined in a function."""
-        return all(part.isidentifier() for part in self.name.split("."))
+        return len(self.name) <= MAX_NAME and all(part.isidentifier() for part in self.name.split("."))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,7 +264,7 @@ def read_recorded(saved: Mapping[str, Any], take: Take, keep: Keep) -> Recorded:
         calls=tuple(named),
         batch=name_tensors(recorded.batch, "batch", take),
         method="" if recorded.method == "forward" else recorded.method,
-        update=_named_in_brief(recorded.update) if recorded.update else None,
+        update=_named_in_brief(recorded.update) if recorded.update and recorded.update.parameters else None,
     )
 
 
@@ -314,8 +316,10 @@ def read_generator(keep: Keep, state: Any, place: str) -> Tensor:
 def _read_numpy(data: Any, place: str) -> tuple[Any, ...]:
     fields = _decode(Mapping[str, Any], data, place)
     keys = _words(fields, "keys", 624).astype("uint32")
-    gauss = get(fields, "cached_gaussian", float, 0.0)
-    state = ("MT19937", keys, get(fields, "position", int, 0), get(fields, "has_gauss", int, 0), gauss)
+    gauss, position = get(fields, "cached_gaussian", float, 0.0), get(fields, "position", int, 0)
+    if not 0 <= position <= len(keys):  # numpy would read on beside them
+        raise _no_state("numpy")
+    state = ("MT19937", keys, position, get(fields, "has_gauss", int, 0), gauss)
     return _accepted(np.random.RandomState().set_state, state, "numpy")
 
 
@@ -347,7 +351,7 @@ def _words(fields: Mapping[str, Any], name: str, number: int) -> NDArray[Any]:
     return words.numpy()
 
 
-_MAX_OPTION = 2000  # characters of one argument in the command
+_MAX_OPTION, _MAX_OPTIONS = 2000, 4000  # characters of one argument in the command, and of all
 
 
 def code_rows(recorded: Recorded) -> Iterator[tuple[str, str]]:
@@ -380,7 +384,8 @@ def approving_command(dump: Path, recorded: Recorded, *, own: bool = False) -> s
     words += ["--model", named.replace("__main__:", "FILE.py:")]  # a notebook's code, once it is saved to a file
     if not holds_objects(model.arguments):  # else its own code makes them, or the model fills its configuration
         typed = ((name, as_option(value)) for name, value in model.arguments.items() if str(name).isidentifier())
-        words += [word for name, text in typed if text is not None for word in ("--model-arg", f"{name}={text}")]
+        options = [word for name, text in typed if text is not None for word in ("--model-arg", f"{name}={text}")]
+        words += options if len(shlex.join(options)) <= _MAX_OPTIONS else []
     if loss is not None and _may_be_offered(loss, own=own, assigned=True):
         words += ["--loss", loss.spec.replace("__main__:", "FILE.py:")]
     return shlex.join(map(printable, words))  # no terminal should get the rest of a path as it is
@@ -422,7 +427,7 @@ def _shown(value: Any) -> str:
     text = as_option(value)
     kind = value.get(KIND) if isinstance(value, Mapping) else None
     if isinstance(kind, Mapping):
-        return f"an object of {kind.get('name', '')}"
+        return f"an object of {brief_value(kind.get('name', ''))}"
     return text if text is not None else f"a {type(value).__name__} that only a function can build"
 
 
@@ -434,6 +439,9 @@ def is_transformers_config(kind: Any) -> bool:
 def as_option(value: Any) -> str | None:
     """Return the value as `--model-arg` reads it back, a Python literal or another string; None for train.py:CFG."""
     if not is_plain_data(value) or holds_objects(value) or (isinstance(value, str) and ".py:" in value):
+        return None
+    parts = [item for _, item in islice(walk(value), _MAX_OPTION + 1)]  # each is a letter of the text, or more
+    if len(parts) > _MAX_OPTION or any(isinstance(item, str) and len(item) > _MAX_OPTION for item in parts):
         return None
     text = value if isinstance(value, str) else repr(value)
     is_typable = len(text) <= _MAX_OPTION and text.isprintable()

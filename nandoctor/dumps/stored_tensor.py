@@ -261,7 +261,7 @@ def is_generator_state(state: Any) -> bool:
         return True
     # ATen/CPUGeneratorImpl.cpp and MT19937RNGEngine.h: after the seed of 8 bytes.
     left, seeded, after = struct.unpack_from("<iiQ", state.numpy().tobytes(), 8)
-    return bool(seeded == 1 and 0 < left <= _MERSENNE_N and after <= _MERSENNE_N)
+    return bool(seeded == 1 and 0 < left <= _MERSENNE_N + 1 - after)  # so many words are left of the state
 
 
 def name_device(*place: Any) -> TorchName:

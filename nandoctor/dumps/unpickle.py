@@ -28,7 +28,7 @@ from nandoctor.dumps.stored_tensor import (
     rebuild_sparse,
     unread,
 )
-from nandoctor.dumps.trees import KIND, PACKED_SEQUENCE
+from nandoctor.dumps.trees import KIND, MAX_NAME, PACKED_SEQUENCE
 from nandoctor.errors import DumpError
 
 # torch.save's default, and what torch.load(weights_only=True) reads.
@@ -182,10 +182,10 @@ class _Unpickler(pickle._Unpickler):  # the one in Python: that in C executes ev
 
     def persistent_load(self, reference: Any) -> object:
         """Return the storage that is referred to; each is made once, and must be as long as its tensors say."""
-        parts = reference if type(reference) is tuple else ()
-        if [*map(type, parts[:5])] != [str, StorageKind, str, str, int] or any(parts[5:]) or parts[4] < 0:
+        parts: tuple[Any, ...] = reference if type(reference) is tuple and len(reference) == 5 else ()
+        if [*map(type, parts)] != [str, StorageKind, str, str, int] or parts[4] < 0:
             raise pickle.UnpicklingError("no storage of its own")
-        _, kind, key, _, numel = parts[:5]
+        _, kind, key, _, numel = parts
         if key not in self._members or self._members[key].nbytes != numel * kind.item_nbytes:
             raise damaged("the data of a tensor is missing or has the wrong size")
         if key not in self._storages:
@@ -197,9 +197,10 @@ class _Unpickler(pickle._Unpickler):  # the one in Python: that in C executes ev
         """Set the state of a record. The attributes of a mapping are not used, and "keys" would hide a method of it."""
         state, made = self.stack.pop(), self.stack[-1]
         if isinstance(made, (PickledArray, PickledDtype)) and type(state) is tuple:
+            self._count_copied(*state)  # many arrays may share their bytes, and each copies them
             made.__setstate__(state)
         elif isinstance(made, Record):
-            self._count_copied(made.take(state))  # many records may share a state, and each copies it
+            self._count(made.take(state))  # many records may share a state, and each copies it
         elif type(made) is not OrderedDict:
             raise pickle.UnpicklingError(f"a state for a {type(made).__name__}")
 
@@ -222,7 +223,7 @@ class _Unpickler(pickle._Unpickler):  # the one in Python: that in C executes ev
         if is_class and issubclass(callee, _HASHING):
             for items in arguments:
                 self.check_keys(items)
-        self._count_copied(sum(len(item) for item in arguments if isinstance(item, (str, bytes, *_ITEMS))))
+        self._count_copied(*arguments)
 
     def check_keys(self, keys: Iterable[Any]) -> None:
         """Refuse keys that take long to hash, and thousands of those whose hashes a file can choose."""
@@ -230,7 +231,15 @@ class _Unpickler(pickle._Unpickler):  # the one in Python: that in C executes ev
         if self._num_chosen_left < 0:
             raise hostile("it has thousands of keys whose hashes it could have chosen")
 
-    def _count_copied(self, number: int) -> None:
+    def _count_copied(self, *arguments: Any) -> None:
+        """Count what a call may copy or look through: texts and containers, and those in tuples of arguments."""
+        waiting = [*arguments]
+        for item in waiting:  # it grows meanwhile
+            if isinstance(item, (str, bytes, *_ITEMS)):
+                self._count(len(item))
+                waiting += item if type(item) is tuple else ()
+
+    def _count(self, number: int) -> None:
         self._num_copied_left -= number
         if self._num_copied_left < 0:
             raise hostile("its calls copy more than the file holds")
@@ -255,11 +264,15 @@ def _is_chosen(key: Any) -> bool:
         DumpError: it is a long or nested tuple, whose hash may take any time.
     """
     is_tuple = isinstance(key, (tuple, frozenset))
-    if is_tuple and (len(key) > _MAX_KEY_LENGTH or not all(type(item) in _SCALARS for item in key)):
+    if is_tuple and (len(key) > _MAX_KEY_LENGTH or not all(map(_is_short, key))):
         raise hostile("it has a key that is neither a text, a number nor a short tuple of these")
     if type(key) is int and key.bit_length() > _MAX_KEY_BITS:
         raise hostile("it has an integer of more than 64 bits as a key")
     return is_tuple or type(key) in (float, complex) or (type(key) is int and not 0 <= key < 1 << 16)
+
+
+def _is_short(item: Any) -> bool:
+    return type(item) in _SCALARS and not (isinstance(item, (str, bytes)) and len(item) > MAX_NAME)
 
 
 _STORAGE_DTYPES = {

@@ -28,7 +28,7 @@ from nandoctor.evidence.report import NOTHING_FOUND
 from nandoctor.evidence.triage import DumpFinding, DumpResult, Group, Triage
 from nandoctor.fleet.pool import Workers, open_workers
 from nandoctor.fleet.worker import Job, JobAnswer
-from nandoctor.source_files import hash_of
+from nandoctor.source_files import hash_of, read_regular
 from nandoctor.step.settings import Settings, settings_for
 from nandoctor.text import are, brief, plural
 from nandoctor.views.html import page_of
@@ -287,7 +287,8 @@ class Store:
             NanDoctorError: it holds other files, or it cannot be created.
         """
         written = [self.folder / name for name in (_PAGE, _LINES)]
-        known = (self.folder / _RESULTS).is_dir() and all(map(is_replaceable, written))
+        is_plain = all((it.is_file() or it.is_dir()) and not it.is_symlink() for it in self.folder.rglob("*"))
+        known = is_plain and (self.folder / _RESULTS).is_dir() and all(map(is_replaceable, written))
         if self.folder.is_dir() and any(self.folder.iterdir()) and not known:
             raise NanDoctorError(
                 f"{self.folder} holds files that nandoctor triage did not write.",
@@ -323,11 +324,12 @@ class Store:
         What was not analysed is tried again: most failures come from the code or the environment.
         """
         try:
-            result = from_plain(DumpResult, json.loads((self.folder / _RESULTS / f"{key}.json").read_bytes()))
+            result = from_plain(DumpResult, json.loads(read_regular(self.folder / _RESULTS / f"{key}.json")))
             is_current = all(hash_of(Path(path)) == sha256 for path, sha256 in result.sources)
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return None
-        return result if result.outcome == "analysed" and is_current else None
+        is_own = {result.report, result.page} <= {"", f"{_REPORTS}/{key}.json", f"{_REPORTS}/{key}.html"}
+        return result if result.outcome == "analysed" and is_current and is_own else None
 
     def keep(self, answer: JobAnswer) -> DumpResult:
         """Write a worker's answer; the result comes last, so that the files that it names are there."""

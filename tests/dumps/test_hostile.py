@@ -74,6 +74,36 @@ def encoded_again():
     return forge.text("a" * (1 << 19)) + b"q\x00" + forge.text("latin1") + b"q\x01](" + encode * 5_000 + b"e"
 
 
+def by_way_of_torch():
+    """A tensor of 100,000 dimensions made a thousand times, in a format that is not read."""
+    storage, sizes = forge.tensor_parts(storage=("torch", "QInt8Storage"), numel=8)[0], b"(" + b"K\x01" * 100_000 + b"t"
+    tensor = forge.tuple_of(storage, b"K\x00", sizes, b")NN")
+    arguments = forge.tuple_of(forge.name("torch._utils", "_rebuild_tensor_v2"), b"N", tensor, b"N") + b"q\x01"
+    function = forge.name("torch._tensor", "_rebuild_from_type_v2") + b"q\x00"
+    return function + arguments + b"](" + b"h\x00h\x01R" * 1000 + b"e"
+
+
+def shared_bytes():
+    """Arrays that share their bytes, each of which becomes a tensor of its own."""
+    nbytes = 1 << 20
+    first = forge.array((nbytes,), "u1", bytes(nbytes)).replace(b"Rtb", b"Rq\x00tb")
+    again = forge.array((nbytes,), "O8", b"h\x00").replace(b"O8", b"u1")
+    return forge.mapping(a=first, **{f"a{i}": again for i in range(9)})
+
+
+def hidden_directory():
+    """A directory whose size stands in the record before its locator, which ends with the magic of such a record."""
+    sizes = (1 << 40).to_bytes(8, "little") + bytes(8)
+    record = b"PK\x06\x06" + (44).to_bytes(8, "little") + bytes(28) + sizes
+    locator = b"PK\x06\x07" + bytes(4) + b"PK\x06\x06" + bytes(4) + b"\x01\0\0\0"
+    return forge.archive(b"}")[:-22] + record + locator + b"PK\x05\x06" + bytes(4) + b"\xff" * 12 + bytes(2)
+
+
+def endless_dtype():
+    dtype = forge.name("torch", "int8" + "0" * 500_000)
+    return forge.mapping(x=forge.call(forge.name("torch._utils", "_rebuild_tensor_v3"), *forge.tensor_parts(), dtype))
+
+
 def containing_itself():
     return b"}q\x00" + forge.text("again") + b"h\x00s"
 
@@ -98,10 +128,10 @@ def array_file(*arguments, **options):
     return forge.archive(forge.mapping(state_dict=forge.weights(), image=forge.array(*arguments, **options)))
 
 
-def deep():
+def deep(key="down", depth=80):
     value = torch.zeros(2)
-    for _ in range(80):
-        value = {"down": value}
+    for _ in range(depth):
+        value = {key: value}
     return forge.saved({"state_dict": {"a.weight": torch.zeros(2)}, "batch": value})
 
 
@@ -172,6 +202,11 @@ FILES = {
     "nested lists": (lambda: forge.archive(nested_lists()), "exhaust memory.*expands", "Do not open it"),
     "copies": (lambda: forge.archive(copied()), "exhaust memory.*copy more", "Do not open it"),
     "encoded again": (lambda: forge.archive(encoded_again()), "exhaust memory.*copy more", "Do not open it"),
+    "sizes in arguments": (lambda: forge.archive(by_way_of_torch()), "exhaust memory.*copy more", "Do not open it"),
+    "shared bytes": (lambda: forge.archive(shared_bytes()), "exhaust memory.*copy more", "Do not open it"),
+    "directory behind another": (hidden_directory, "zip directory claims 1,099,511,627,776 bytes", "one flat dict"),
+    "names of many keys": (lambda: deep("n" * 500, 50), "name in it is too long", "Do not open"),
+    "endless dtype": (lambda: forge.archive(endless_dtype()), "is a tensor of torch.int80", "Save dense tensors"),
     "mapping in itself": (lambda: forge.archive(containing_itself()), "nested too deeply", "flat dict"),
     "deep nesting": (deep, "nested too deeply", "flat dict"),
     "many values": (
@@ -267,6 +302,7 @@ def test_a_broken_file_has_one_clear_error(kind, tmp_path):
 
     assert caught.match(f"\n.*({remedy})")
     assert len(str(caught.value).splitlines()) == 2
+    assert len(str(caught.value)) < 4000
     assert str(caught.value).replace("\n", "").isprintable()
     assert caught.value.exit_code == 1
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 300 * 1024

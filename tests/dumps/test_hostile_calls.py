@@ -67,6 +67,7 @@ CALLS = {
         ),
         "a sparse tensor has no parts",
     ),
+    "a storage with a tail": (forge.tensor().replace(b"tQ", b"N" * 9 + b"tQ"), "no storage of its own"),
     "a function out of a parameter": (forge.call(PARAMETER, SET), "a parameter without a tensor"),
     "a set of what came later": (filled_later(SET, COLLIDING), "an integer of more than 64 bits as a key"),
     "an ordered dict of pairs": (

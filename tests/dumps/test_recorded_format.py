@@ -8,6 +8,9 @@ from nandoctor.dumps.reader import read_dump
 from nandoctor.errors import DumpError
 
 IMAGE = torch.ones(2, 3)
+WORDS = torch.zeros(624, dtype=torch.int64)
+BEYOND = torch.Generator().manual_seed(0).get_state()  # of which 624 words are left after the second one
+BEYOND[8:24] = torch.tensor([624, 1, 2, 0], dtype=torch.int32).view(torch.uint8)
 
 
 def contents(**changes):
@@ -33,7 +36,8 @@ def read(tmp_path, **changes):
 
 
 def test_everything_has_its_place(tmp_path):
-    dump = read(tmp_path)
+    dump = read(tmp_path, update={"optimizer": "Adam", "parameters": {}})
+    assert dump.recorded.update is None  # it spoiled no weights
     assert list(dump.arrays) == ["input.x", "batch.1", "output.logit"]
     assert dump.recorded.batch[0].name == "input.x"
     assert dump.scalars.keys() == {"step", "reason", "loss", "scaler.scale"}
@@ -78,6 +82,8 @@ def test_a_file_without_weights_says_so_with_an_empty_state_dict(tmp_path):
         ({"rng": {"python": {"words": 3}}}, "has no 'words' of 625 words"),
         ({"rng": {"numpy": {"position": 3}}}, "has no 'keys' of 624 words"),
         ({"rng": {"python": {"words": torch.zeros(3)}}}, "has no 'words' of 625 words"),
+        *(({"rng": {"numpy": {"keys": WORDS, "position": at}}}, "state of numpy's random") for at in (-1, 625)),
+        ({"rng": {"torch": BEYOND}}, "state of torch's random"),
     ],
 )
 def test_what_is_not_as_the_format_says_is_refused(tmp_path, changes, message):

@@ -52,3 +52,5 @@ def test_text_of_the_file_is_fit_for_a_terminal(summary_of):
     assert note.startswith("\\x1b[31mred\\nxxx")
     assert max(len(note), len(widths)) < 200
     assert "…" in widths
+    many = summary_of(texts=["x" * 100_000] * 10_000)  # one text, of which the file has the place alone
+    assert len(many.scalars[0][1]) <= 120

@@ -1,6 +1,7 @@
 """Many dumps: each is done once, none stops the others, and what was done stays done."""
 
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -162,6 +163,36 @@ def test_a_strange_folder_is_left_alone(workers, workplace):
         triage(["runs"], TriageOptions(folder=workplace / "notes"))
 
 
+@pytest.mark.parametrize("name", ["index.html", "triage.jsonl", "results/{}", "reports"])
+@pytest.mark.parametrize("put", [lambda path: path.symlink_to("../mine"), os.mkfifo], ids=["link", "pipe"])
+def test_no_link_in_the_folder_is_followed(workers, workplace, put, name):
+    triage(["runs/b"], OPTIONS)
+    (workplace / "mine").write_text("mine, of nandoctor")
+    folder = workplace / "nandoctor-triage"
+    place = folder / name.format(next((folder / "results").iterdir()).name)
+    place.rename(workplace / "moved")
+    put(place)
+    with pytest.raises(NanDoctorError, match="triage did not write"):
+        triage(["runs/b"], OPTIONS)
+    assert (workplace / "mine").read_text() == "mine, of nandoctor"
+
+
+ODD_RESULTS = {
+    "endless source": lambda result: result | {"sources": [["/dev/zero", "0"]]},
+    "link to a program": lambda result: result | {"report": "javascript:alert(1)"},
+    "nested without end": lambda _: "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("kind", ODD_RESULTS)
+def test_a_result_that_no_triage_wrote_is_made_anew(workers, workplace, kind):
+    triage(["runs/b"], OPTIONS)
+    (file,) = (workplace / "nandoctor-triage" / "results").iterdir()
+    odd = ODD_RESULTS[kind](json.loads(file.read_text()))
+    file.write_text(odd if isinstance(odd, str) else json.dumps(odd))
+    assert triage(["runs/b"], OPTIONS).num_reused == 0
+
+
 def test_folders_patterns_and_names_find_each_file_once(workplace):
     for name, target in (("a/link", "../b/nan-3.pth"), ("b/gone", "gone.pth"), ("b/loop", "nowhere.pth")):
         (workplace / "runs" / f"{name}.pth").symlink_to(target)
@@ -188,10 +219,13 @@ def test_an_unsigned_dump_runs_no_code_of_its_own(workers, workplace):
     assert "Nothing was run" in result.reason
 
 
-def test_the_command_prints_a_table_or_json_lines(workers):
+def test_the_command_prints_a_table_or_json_lines(workers, workplace):
     arguments = ["triage", "runs", "--model", "models_of_the_test.py:Overflowing", "--no-fixes"]
     shown = run(*arguments)
     assert shown.exit_code == 0
     assert shown.output.startswith("3 dumps, 1 group (0:0")
     lines = run(*arguments, "--json")
     assert [json.loads(line)["kind"] for line in lines.stdout.splitlines()][-2:] == ["group", "triage"]
+    (workplace / "runs/broken.pth").write_bytes(b"no file of torch's")
+    assert run(*arguments).exit_code == 3
+    assert run("triage", "runs/broken.pth").exit_code == 1

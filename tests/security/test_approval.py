@@ -126,6 +126,7 @@ def test_without_a_key_the_dump_is_written_all_the_same(project, tmp_path, monke
 REQUESTS = {
     "arguments": {"model": {"arguments": {"width": 3, "scale": float("inf"), "kind": "deep 'net' 3"}}},
     "odd arguments": {"model": {"arguments": {"width": 3, "kind": "\u202e\x1b[2J$(touch canary)", "scale": -1}}},
+    "endless arguments": {"model": {"arguments": {"width": 3, "a": ["x" * 100_000] * 10_000}}},
     "a number as text": {"model": {"arguments": {"width": 3, "kind": "3"}}},
     "training_step": {"method": "training_step", "loss_function": None, "output": None, "loss_field": "returned"},
     "no loss": {"loss_function": None},
@@ -165,6 +166,7 @@ def test_the_printed_command_runs_it(project, kind, run_nandoctor):
         ("train", "train.py", "shell"),
         ("elsewhere", "elsewhere.py", "Net"),
         ("numpy.testing", "", "rundocs"),
+        ("torch." + "a" * 300, "", "Net"),
     ],
 )
 def test_no_command_names_what_its_file_does_not_define(project, module, file, name):

@@ -14,6 +14,7 @@ from forgery import contents, make_project
 from nandoctor.dumps.reader import read_dump
 from nandoctor.errors import DumpError
 from nandoctor.fleet.triage import Store
+from nandoctor.source_files import parse_source
 from nandoctor.step.settings import Settings
 
 MODULUS = (1 << 61) - 1  # what Python's hash of an integer is taken by
@@ -90,6 +91,7 @@ def test_a_triage_reads_nothing_of_an_endless_file_to_tell_it(tmp_path):
     for endless in (tmp_path / "pipe.pth", Path("/dev/zero")):
         with pytest.raises(OSError, match="a device or a pipe"):
             Store(tmp_path).key_of(endless, Settings())
+        assert parse_source(endless) is None
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Tensors that are no plain block of numbers, at every place of a file: read, or refused in one clear sentence."""
 
 import itertools
+import math
 from collections import Counter, OrderedDict
 from contextlib import suppress
 from pathlib import Path
@@ -10,6 +11,7 @@ import mutate
 import pytest
 import torch
 
+from nandoctor import verify
 from nandoctor.case import replay
 from nandoctor.dumps.dump import summarize
 from nandoctor.dumps.reader import read_dump
@@ -55,6 +57,8 @@ KINDS = {
     "complex32": lambda t: t.to(torch.complex32),
     "conjugated": lambda t: t.to(torch.complex64).conj(),
     "integers": lambda t: t.to(torch.int32),
+    "unsigned": lambda t: t.to(torch.uint16),
+    "flags": lambda t: t.bool(),
     "with attributes in place of methods": lambda t: hiding(t.clone()),
 }
 REPLAYED = (("logit",), ("output", 0), ("state_dict", "linear.weight"), ("optimizer", "state", 0, "exp_avg"))
@@ -137,6 +141,18 @@ def test_an_odd_tensor_is_replayed_or_refused(kind):
         with suppress(NanDoctorError):
             reproduction = replay("case.pth", mutate.Net(), fixes=False).report.reproduction
             assert kind == "fp8" or place[0] != "logit" or reproduction.grade != "exact"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["COO", "CSR", "fp8", "unsigned", "flags"])
+def test_an_odd_array_of_a_sound_step_is_no_error(kind):
+    state, x = mutate.Net().state_dict(), torch.ones(2, 3)
+    torch.save({"state_dict": state, "x": x, "logit": KINDS[kind](x * math.nan)}, "case.pth")
+    report = replay("case.pth", mutate.Net(), fixes=False).report
+    assert report.reproduction.grade == ("finite" if kind == "fp8" else "no-reference")
+    torch.save({"state_dict": state, "x": KINDS[kind](x)}, "case.pth")
+    with suppress(NanDoctorError):
+        assert verify("case.pth", mutate.Net()).outcome in ("passes", "cannot-tell")
 
 
 @pytest.mark.filterwarnings("ignore")
