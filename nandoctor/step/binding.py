@@ -21,12 +21,12 @@ import torch
 from torch import nn
 
 from nandoctor.dumps.classify import role_of
-from nandoctor.dumps.packing import fill
+from nandoctor.dumps.packing import fill, with_attributes
 from nandoctor.dumps.trees import Slot, is_plain_dict, slots
 from nandoctor.engine.user_code import explain_forward
 from nandoctor.errors import ModelError
 from nandoctor.evidence.dump_summary import Role
-from nandoctor.text import dtype_name
+from nandoctor.text import brief_list, dtype_name
 
 Source = str | tuple[str, ...]
 """The name of a value; the names of several, for *args; or `EVERYTHING`."""
@@ -290,7 +290,7 @@ def bind_inputs(inputs: Sequence[str], offer: Offer) -> Binding:
         if array not in {EVERYTHING, *offer.values, *offer.containers}:
             raise ModelError(
                 f"The dump has no array {array!r}.",
-                remedy=f"--inputs takes names from: {', '.join(offer.values) or '(none)'}.",
+                remedy=f"--inputs takes names from: {brief_list(offer.values) or '(none)'}.",
             )
     positional = [array for name, array in pairs if not name]
     return _make_binding(positional, {name: array for name, array in pairs if name}, offer)
@@ -312,7 +312,10 @@ def find_bindings(model: nn.Module, offer: Offer) -> list[Binding]:
     ways = [bound for bound in bounds if signature.is_met(bound)]
     if signature.is_met(bounds[0]):
         unique = [bound for place, bound in enumerate(ways) if bound not in ways[:place]]
-        return [_bind_parameters(signature, bound, offer) for bound in unique]
+        found = [_bind_parameters(signature, bound, offer) for bound in unique]
+        dicts = {EVERYTHING, *offer.containers}
+        opened = (way for way, bound in zip(found, unique, strict=True) if not dicts.isdisjoint(bound.values()))
+        return [*found, *map(_with_attributes, opened)]
     unmet, left = signature.unmet(bounds[0]), offer.left(bounds[0])
     unclear = _explain(type(inner).__name__, signature, offer, bounds[0])
     if len(unmet) == 1 and 1 < len(left) <= _MAX_CHOICES:
@@ -367,6 +370,18 @@ def _make_binding(positional: Sequence[str], keyword: Mapping[str, str], offer: 
         forward=forward,
         takes_all=EVERYTHING in parts,
     )
+
+
+def _with_attributes(way: Binding) -> Binding:
+    """Return the call with dicts whose items are attributes too, as those of a dataclass saved by `asdict` were."""
+
+    def forward(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return model(*with_attributes(args), **with_attributes(kwargs))
+
+        return way.forward(call, tensors)  # type: ignore[arg-type]
+
+    return replace(way, forward=forward)
 
 
 def _parts_of(source: str, offer: Offer) -> str | Mapping[str, str]:

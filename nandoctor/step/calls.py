@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from nandoctor.dumps.classify import role_of
 from nandoctor.dumps.dump import Dump
-from nandoctor.dumps.packing import fill
+from nandoctor.dumps.packing import fill, with_attributes
 from nandoctor.dumps.recorded_format import Call, Recorded
 from nandoctor.engine.call import restore_generators, this_run
 from nandoctor.engine.user_code import NOT_UNDER_AUTOCAST, WRONG_CALL, kept_running, raised_at
@@ -36,6 +36,7 @@ from nandoctor.step.binding import (
 )
 from nandoctor.torch_compat import unobserved
 from nandoctor.tracing.tensor_stats import walk_tensors
+from nandoctor.trees import walk
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -199,17 +200,17 @@ def bind_loss(
         return own_loss(field) if field is not None else None
     num_calls = len(dump.recorded.calls)
     returned = f"the list of what {num_calls} calls returned" if num_calls > 1 else "what the model returned"
-    first_raised = False
+    num_wrong = 0
 
     def call(output: Any, batch: Any) -> Any:
-        nonlocal first_raised
+        nonlocal num_wrong
         ways = [partial(loss, output, batch)] if dump.is_recorded else _find_ways(loss, output, batch, used)
-        if not first_raised and len(ways) > 1:
+        while num_wrong < len(ways) - 1:
             try:
                 with generators_kept():
-                    return ways[0]()
+                    return ways[num_wrong]()
             except WRONG_CALL:
-                first_raised = True
+                num_wrong += 1
         return ways[-1]()
 
     return functools.update_wrapper(_checked(call, make, returned), loss)
@@ -222,21 +223,30 @@ def _find_ways(loss: Callable[..., Any], output: Any, batch: Any, used: Collecti
     are matched by the rules of `binding.LOSS`.
     """
     loss, signature = _output_first(loss, read_signature(loss.forward if isinstance(loss, nn.Module) else loss))
-    whole = partial(loss, output, batch)
+    whole = partial(_call_with_all, loss, output, batch)
     others, is_open = signature.named[1:], bool(signature.variadic or signature.keywords)
     if signature.named and not others and not is_open:
         return [partial(loss, output), whole]
     if isinstance(batch, Mapping):
         keys = [signature.mappings[p.name] for p in others if p.name in signature.mappings]
-        whole = partial(loss, output, _part_with(keys[0], batch)) if keys else whole
+        whole = partial(_call_with_all, loss, output, _part_with(keys[0], batch)) if keys else whole
         given = _bind_parts(signature, output, batch, () if keys else used) or {}
-        if len(given) <= is_open:  # *args may be meant for the batch
-            return [whole]
-        parts = partial(loss, **given)
-        return [whole, parts] if keys else [parts, whole]
+        parts = [partial(loss, **given)] if len(given) > is_open else []  # *args may be meant for the batch
+        num_required = sum(p.default is p.empty for p in signature.named)
+        is_pair = isinstance(output, tuple) and len(output) == num_required > 1
+        of_output = [partial(loss, *output)] if is_pair else []
+        return [whole, *parts, *of_output] if keys else [*parts, whole, *of_output]
     taken = sum(p.default is p.empty for p in others)  # targets come last
     fits = isinstance(batch, list | tuple) and 0 < taken < len(batch)
     return [whole, partial(loss, output, *batch[-taken:])] if fits else [whole]
+
+
+def _call_with_all(loss: Callable[..., Any], output: Any, batch: Any) -> Any:
+    """Call a loss with the batch; if it asks for attributes, as of a dataclass saved as a dict, its items are those."""
+    try:
+        return loss(output, batch)
+    except AttributeError:
+        return loss(output, with_attributes(batch))
 
 
 def _output_first(loss: Callable[..., Any], signature: Signature) -> tuple[Callable[..., Any], Signature]:
@@ -270,7 +280,7 @@ def _bind_parts(
 
     An array that the model did not use may be its target, whatever its name.
     """
-    values = {str(name): part for name, part in batch.items()}
+    values = {".".join(map(str, place)): part for place, part in walk(batch) if place}
     of_output = signature.named[0].name if signature.named else ""
     arrays = [name for name, part in values.items() if isinstance(part, torch.Tensor) and name != of_output]
     others, offer = replace(signature, named=signature.named[1:]), Offer(values=values, arrays=arrays)

@@ -47,7 +47,7 @@ from nandoctor.torch_compat import loads_plainly, storage_of
 ModelSource = str | nn.Module | Callable[..., nn.Module]
 _State = Mapping[str, torch.Tensor]
 
-_MAX_NAMES_SHOWN = 5
+_MAX_NAMES_SHOWN, _MAX_NAMES_COMPARED = 5, 1_000
 OTHER_ARGUMENTS = (
     "Give the arguments that the training used (--model-arg K=V), or --no-strict to load what fits and leave the rest "
     "as the model initialises it."
@@ -85,8 +85,8 @@ def build_model(spec: ModelSource, arguments: Mapping[str, Any], *, directory: P
                 f"{name} is a {type(found).__name__}, not a Module, a Module class or a function that makes one.",
                 remedy="Point --model at the class or function that builds the network.",
             )
-        # A text such as train.py:CFG names an object; what is no text comes back as it is.
-        values = {k: find_attribute(v, directory=directory) if ".py:" in str(v) else v for k, v in arguments.items()}
+        named = {k: v for k, v in arguments.items() if isinstance(v, str) and ".py:" in v}  # as train.py:CFG
+        values = {**arguments, **{k: find_attribute(v, directory=directory) for k, v in named.items()}}
         return _call_factory(found, values, name)
 
 
@@ -346,7 +346,7 @@ def _describe(what: str, names: Sequence[str], show: Callable[[str], str]) -> It
 
 
 def _suggest(name: str, names: Sequence[str]) -> str:
-    near = _find_near(name, names)
+    near = _find_near(name, names[:_MAX_NAMES_COMPARED])  # each comparison takes a millisecond
     return f" (nearest: {near[0]})" if near else ""
 
 

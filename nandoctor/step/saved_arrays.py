@@ -17,15 +17,16 @@ from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.packing import fill
 from nandoctor.dumps.recorded_format import Autocast
 from nandoctor.dumps.tensors import comparable_values
-from nandoctor.dumps.trees import Slot, slots
+from nandoctor.dumps.trees import Slot
 from nandoctor.engine.reproduction import AUTOCAST_NAMES, SavedOutputs, are_round
 from nandoctor.errors import DumpError
 from nandoctor.evidence.formats import BF16, FORMATS, FP16, FloatFormat
 from nandoctor.step.binding import Offer, required_names
 from nandoctor.step.calls import as_passed
 from nandoctor.step.settings import Settings
+from nandoctor.text import brief_list
 from nandoctor.tracing.tensor_stats import all_finite, format_of
-from nandoctor.trees import walk
+from nandoctor.trees import Place, walk
 
 _CONTAINERS = (dict, list, tuple)
 
@@ -60,10 +61,13 @@ def read_batch(dump: Dump, model: nn.Module, outputs: Collection[str], device: t
         for name, array in dump.arrays.items()
     }
     inputs = {name: array for name, array in arrays.items() if name not in outputs}
-    found = {".".join(map(str, place)): item for place, item in walk(dump.tree) if isinstance(item, _CONTAINERS)}
-    containers = {
-        name: item for name, item in found.items() if name and (held := {*slots(item)}) and held <= inputs.keys()
-    }
+    found = {place: item for place, item in walk(dump.tree) if isinstance(item, (*_CONTAINERS, Slot))}
+    holds_inputs = dict[Place, bool]()  # of each container with arrays: whether all of them are inputs
+    for place, item in found.items():
+        if isinstance(item, Slot):
+            for above in (place[:depth] for depth in range(1, len(place))):
+                holds_inputs[above] = item.name in inputs and holds_inputs.get(above, True)
+    containers = {".".join(map(str, place)): found[place] for place, is_input in holds_inputs.items() if is_input}
     return SavedBatch(
         arrays=arrays,
         offer=Offer(values={**dump.scalars, **inputs}, arrays=list(inputs), containers=containers, device=device),
@@ -97,6 +101,8 @@ def find_outputs(
     Raises:
         DumpError: the settings name an output that does not exist.
     """
+    number = dump.scalars.get(settings.output or "")
+    field = None if isinstance(number, float) else settings.output
     if dump.is_recorded and settings.output is None:
         found = [(name, array) for name, array in dump.arrays.items() if name.partition(".")[0] == "output"]
         # A non-finite one first, then the largest floating-point array.
@@ -104,9 +110,11 @@ def find_outputs(
         names = [name for name, _ in found]
     else:
         taken = {*required_names(model), *(item.rpartition("=")[2] for item in settings.inputs)}
-        names = saved_outputs(dump.arrays, settings.output, taken=taken, read=names_read(functions, dump.arrays))
+        names = saved_outputs(dump.arrays, field, taken=taken, read=names_read(functions, dump.arrays))
     graded = (names[0], dump.arrays[names[0]]) if names else _saved_number(dump)
-    return SavedOutputs(names=tuple(names), graded=graded, field=settings.output)
+    if settings.output is not None and isinstance(number, float):
+        graded = (settings.output, torch.tensor(number, dtype=torch.float64))
+    return SavedOutputs(names=tuple(names), graded=graded, field=field)
 
 
 def names_read(functions: Collection[Callable[..., Any] | None], arrays: Collection[str]) -> frozenset[str]:
@@ -141,7 +149,7 @@ def saved_outputs(
     if key is not None:
         raise DumpError(
             f"The dump has no array {key!r}.",
-            remedy=f"--output takes the name of the saved output: {', '.join(arrays) or '(there are no arrays)'}.",
+            remedy=f"--output takes the name of the saved output: {brief_list(arrays) or '(there are no arrays)'}.",
         )
     unknown = (name for name in arrays if role_of(name) == "unknown" and name not in {*taken, *read})
     return [name for name in unknown if not all_finite(arrays[name])]

@@ -150,8 +150,8 @@ class Settings:
     max_trials: int | None = _setting(
         "fixes",
         "--max-trials",
-        "Runs to spend on the search for fixes (default: 200; inf: no limit).",
-        default=200,
+        "Runs to spend on the search for fixes (default: 500; inf: no limit).",
+        default=500,
         metavar="N",
         holds="a whole number, 0 or more, or inf",
         reads=lambda text: math.inf if text == "inf" else int(text),

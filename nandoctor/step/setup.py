@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from nandoctor.autocast.kernels import describe_lists
 from nandoctor.autocast.literals import cuda_code
 from nandoctor.autocast.policy import LOW_DTYPES, Policy
 from nandoctor.dumps.classify import role_of
@@ -59,7 +58,7 @@ from nandoctor.step.model_loading import (
 from nandoctor.step.saved_arrays import SavedBatch, choose_policies, find_outputs, names_read, read_batch, weight_dtype
 from nandoctor.step.scripts import Options, find_buildings, suggest_model
 from nandoctor.step.settings import Settings
-from nandoctor.step.weights import add_casts, cast_weights, fit_state, num_misfits, registered_state
+from nandoctor.step.weights import add_casts, cast_weights, fill_loss, fit_state, num_misfits, registered_state
 from nandoctor.torch_compat import TORCH, check_torch, default_device, minor_version, other_torch
 from nandoctor.tracing.tensor_stats import all_finite, format_of
 
@@ -86,6 +85,8 @@ def prepare(dump: Dump, model: ModelSource | None, settings: Settings, progress:
     with project.preparing():
         code = _import_code(dump, source, settings, device)
         dump = fit_state(dump, code.model)
+        loss, loss_notes = fill_loss(code.loss, dump)
+        code = replace(code, loss=loss)
         weight_notes = _load_weights(code, dump, settings, device)
         outputs = find_outputs(dump, code.model, settings, (code.call, code.loss))
         batch = read_batch(dump, code.model, outputs.names, device)
@@ -95,11 +96,10 @@ def prepare(dump: Dump, model: ModelSource | None, settings: Settings, progress:
         steps = [_make_step(binding, dump, code, batch, settings, policies[0]) for binding in bindings]
         taken = frozenset(name for step in steps for name in step.call.used)  # so they are no saved output
         outputs = _with_unclaimed(outputs, dump, code, bindings[0], taken)
-    notes = [*dump.notes, *code.notes, *weight_notes, *batch.notes]
+    notes = [*dump.notes, *code.notes, *weight_notes, *loss_notes, *batch.notes]
     notes += [f"The recorder could not keep {text}." for text in dump.missing]
     if torch_then := other_torch(dump.recorded.torch):
-        versions = f"Recorded with torch {torch_then} and replayed with {torch.__version__}."
-        notes.append(f"{versions} {describe_lists(torch_then)}".rstrip())
+        notes.append(f"Recorded with torch {torch_then} and replayed with {torch.__version__}.")
     return Preparation(
         dump=dump,
         steps=tuple(replace(step, progress=progress or Listener(), project=project) for step in steps),

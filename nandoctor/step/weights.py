@@ -6,7 +6,9 @@ the weights again, and inputs then follow them.
 
 from __future__ import annotations
 
+import copy
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,6 +34,7 @@ from nandoctor.tracing.tensor_stats import all_finite
 from nandoctor.trees import tree_map
 
 _MAX_NAMES_COMPARED = 10
+_MAX_NAMES_MADE = 2_000_000  # each prefix that is tried renames all weights
 
 
 def take_weights(dump: Dump, settings: Settings) -> Dump:
@@ -115,13 +118,30 @@ def _name_as_model(state: State, own: State) -> Iterator[tuple[str, State]]:
 def _prefixes(longer: State, shorter: State) -> list[str]:
     """Return the prefixes that turn names of `shorter` into names of `longer`, judged by its longest names."""
     names = sorted(shorter, key=len)[-_MAX_NAMES_COMPARED:]
-    return sorted({key[: -len(name)] for key in longer for name in names if key.endswith("." + name)})
+    found = Counter(key[: -len(name)] for key in longer for name in names if key.endswith("." + name))
+    most = _MAX_NAMES_MADE // max(len(longer), len(shorter), 1)
+    return sorted(prefix for prefix, _ in found.most_common(most))
 
 
 def _num_fitting(state: State, own: State) -> tuple[int, int]:
     """Return how many of the model's weights have the same shape in a state dict, and how many are in it at all."""
     known = [name for name in own if name in state]
     return sum(not is_lazy(own[name]) and state[name].shape == own[name].shape for name in known), len(known)
+
+
+def fill_loss(loss: Any, dump: Dump) -> tuple[Any, list[str]]:
+    """Return a loss that is a module with its own state from the file, as a center, and a note; if it is all there."""
+    own = loss.state_dict() if isinstance(loss, nn.Module) and not dump.is_recorded else {}
+    states = dict(dump.other_states)
+    for prefix in _prefixes(dump.arrays, own) if own else ():
+        inside = {name.removeprefix(prefix): item for name, item in dump.arrays.items() if name.startswith(prefix)}
+        states[prefix.removesuffix(".")] = inside
+    for name, state in states.items():
+        if own and state.keys() == own.keys() and _num_fitting(state, own)[0] == len(own):
+            filled = copy.deepcopy(loss)  # the caller's stays as it is
+            filled.load_state_dict(state)
+            return filled, [f"The loss has the state under {name!r}."]
+    return loss, []
 
 
 def nonfinite_state(dump: Dump) -> Dump:

@@ -165,10 +165,11 @@ DICT_FORWARDS = [
 @pytest.mark.parametrize("forward", DICT_FORWARDS)
 def test_a_parameter_that_is_used_as_a_dict_takes_everything(forward):
     model, offer = model_of(forward), offer_of("image mask epoch")
-    dictionary, *others = find_bindings(model, offer)
+    dictionary, image, with_attributes = find_bindings(model, offer)
     assert dictionary.forward(model, offer.values) == offer.values
     assert dictionary.takes_all
-    assert [binding.arrays for binding in others] == [("image",)]
+    assert image.arrays == ("image",)
+    assert with_attributes.forward(lambda batch: batch.mask, offer.values) is offer.values["mask"]
 
 
 def test_a_dict_in_the_file_that_has_the_keys_is_the_batch():
@@ -202,7 +203,8 @@ def test_a_dict_that_is_passed_on_is_the_second_choice():
 
     for model, name in ((PassesOn(), "inputs"), (model_of(prediction_annotation), "x")):
         described = [binding.description for binding in find_bindings(model, offer_of("image"))]
-        assert described == [f"model({name}=image)", 'model({"image": image})']
+        whole = 'model({"image": image})'
+        assert described == [f"model({name}=image)", whole, whole]  # the last with its items as attributes
 
 
 def wrapped_in_anything(inner):
@@ -292,4 +294,4 @@ def test_the_user_spells_the_call_out(inputs, heard, call):
 def test_a_missing_input_is_an_error_that_lists_the_names(inputs):
     with pytest.raises(ModelError, match="has no array") as caught:
         bind_inputs(inputs, offer_of("image epoch"))
-    assert "image, epoch" in caught.value.remedy
+    assert "image and epoch" in caught.value.remedy

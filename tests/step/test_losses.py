@@ -1,6 +1,7 @@
 """How a loss is called: with the batch, with parts of it by their names, or by a step up to its backward pass."""
 
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from nandoctor.dumps.dump import Dump
 from nandoctor.errors import LossError
 from nandoctor.step.calls import bind_loss, call_up_to_backward
+from nandoctor.step.weights import fill_loss
 
 DUMP = Dump(path=Path("dump.pth"), nbytes=1, layout="plain", state={}, arrays={})
 OUTPUT = torch.tensor([[2.0, 0.0]])
@@ -108,6 +110,7 @@ def of_several(recon_x, x, mu, logvar):
         (of_several, {"mu": 2.0, "logvar": 3.0, "recon_x": 1.0}),
         (of_several, namedtuple("Out", "mu logvar recon_x")(2.0, 3.0, 1.0)),
         (lambda made: made[0] + 100 * made[1] + 1000 * made[2] + 50, (1.0, 2.0, 3.0)),
+        (lambda student, teacher: student.sum() + teacher.sum(), (1251.0, 2000.0)),
     ],
 )
 def test_a_loss_takes_several_outputs_or_the_output_alone(loss, output):
@@ -139,6 +142,28 @@ def test_a_loss_gets_the_dicts_whose_keys_it_reads():
     price, weight = torch.tensor(3.0), torch.tensor(5.0)
     for batch in ({"price": price, "weight": weight}, {"x": {"weight": weight}, "y": {"price": price}}):
         assert bind_loss(of_two_parts, DUMP, dict)(torch.tensor([1.0, 1.0]), batch) == 532
+
+
+def test_a_target_inside_of_the_batch_is_found():
+    batch = {"0": {"image": ARRAYS["image"]}, "1": {"label": ARRAYS["label"]}}
+    assert bind_loss(nn.CrossEntropyLoss(), DUMP, dict)(OUTPUT, batch) == EXPECTED
+
+
+def test_the_items_of_a_batch_may_be_attributes():
+    assert compute(lambda output, batch: of_batch(output, {"label": batch.label})) == [EXPECTED, EXPECTED]
+
+
+def test_a_loss_takes_its_own_state_from_the_file():
+    class Centred(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("center", torch.zeros(1, 2))
+
+    for arrays, states in (({"crit.center": torch.ones(1, 2)}, {}), ({}, {"crit": {"center": torch.ones(1, 2)}})):
+        filled, notes = fill_loss(loss := Centred(), replace(DUMP, arrays=arrays, other_states=states))
+        assert (filled.center.sum(), loss.center.sum()) == (2, 0)
+        assert notes == ["The loss has the state under 'crit'."]
+    assert fill_loss(loss, replace(DUMP, arrays={"center": torch.ones(1, 3)}))[0] is loss
 
 
 def test_a_parameter_called_batch_is_the_saved_batch():

@@ -1,12 +1,13 @@
 """Batches in containers reach the model, --call and --loss as the loop had them, and a wrong loss is told as such."""
 
-from functools import partial
+from functools import partial, reduce
 
 import pytest
 import torch
 from torch import nn
 
 from nandoctor.errors import LossError, ModelError
+from nandoctor.step import saved_arrays
 
 IMAGES = torch.linspace(-1, 1, 24).reshape(3, 8)
 LABELS = [{"boxes": torch.ones(count, 4), "id": count, "weight": torch.tensor(0.5)} for count in (1, 2, 3)]
@@ -29,6 +30,18 @@ class Classifier(Detector):
 
     def forward(self, batch):
         return super().forward(batch["images"], batch["labels"])
+
+
+class OfDataclass(Classifier):
+    """Takes a batch that was a dataclass, and was saved by `asdict`."""
+
+    def forward(self, batch):
+        return super().forward({"images": batch.images, "labels": batch.labels})
+
+
+class Misnamed(Classifier):
+    def forward(self, batch):
+        return super().forward({"images": batch.pixels, "labels": batch.labels})
 
 
 class Plain(Detector):
@@ -59,6 +72,7 @@ def replay(replay):
         (Detector, FLAT, "model(images, labels)"),
         (Detector, NESTED, 'model(images=batch["images"], labels=batch["labels"])'),
         (Classifier, NESTED, "model(batch)"),
+        (OfDataclass, NESTED, "model(batch)"),
         (Classifier, FLAT, 'model({"labels": labels, "epoch": epoch, "images": images})'),
         (Plain, NESTED, 'model(images=batch["images"])'),
     ],
@@ -66,6 +80,21 @@ def replay(replay):
 def test_model_and_loss_get_the_containers(replay, model, saved, called):
     report = replay(model(), saved, loss=loss_of)
     assert (report.verdict, report.notes[0].split(" in ")[0]) == ("precision", f"Replayed as {called}")
+
+
+def test_a_wrong_call_is_none_of_the_batch(replay):
+    """A NaN in it would explain any error."""
+    saved = {"batch": {"images": IMAGES / 0, "labels": LABELS}}
+    assert replay(OfDataclass(), saved).notes[0].startswith("Replayed as model(batch)")
+    with pytest.raises(ModelError, match="no attribute 'pixels'"):
+        replay(Misnamed(), saved)
+
+
+def test_a_long_list_is_walked_once_for_all_that_hold_it(replay, monkeypatch):
+    seen, walked = [], saved_arrays.walk
+    monkeypatch.setattr(saved_arrays, "walk", lambda tree: (seen.append(item) or item for item in walked(tree)))
+    replay(Plain(), {**NESTED, "deep": reduce(lambda nest, _: {"in": nest}, range(50), [0.0] * 5000)})
+    assert len(seen) < 6000
 
 
 def test_a_call_gets_the_containers(replay):

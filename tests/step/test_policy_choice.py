@@ -46,6 +46,28 @@ def in_training(model, x, dtype):
         return model(x).detach()
 
 
+class Squared(Stretched):
+    """CUDA's autocast squares in fp32, and the CPU's does not."""
+
+    def forward(self, x):
+        return self.inner(x).square() / self.scale
+
+
+def test_a_training_on_the_cpu_is_found_by_its_output(replay):
+    model, x = Squared(1e4), 2000 * X
+    with torch.autocast("cpu", dtype=torch.float16):
+        saved = model(x).detach()
+    assert under(replay(model, {"x": x, "logit": saved})) == ("precision", "native", "fp16", "exact")
+
+
+@pytest.mark.parametrize(("number", "grade"), [(1.0, "exact"), (3.0, "same-mask")])
+def test_a_saved_number_that_is_named_is_compared(replay, number, grade):
+    model = Squared(1.0)
+    mean = model(X).mean().item() * number
+    report = replay(model, {"x": X, "value": mean}, call=lambda net, batch: net(batch["x"]).mean(), output="value")
+    assert (report.reproduction.output, report.reproduction.grade) == ("value", grade)
+
+
 @pytest.mark.parametrize(
     ("dtype", "scale", "expected"),
     [
