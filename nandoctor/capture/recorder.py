@@ -20,7 +20,7 @@ from nandoctor.capture.dump_contents import describe, describe_training, fit_int
 from nandoctor.capture.environment import unwrap_model
 from nandoctor.capture.hooks import AFTER_UPDATE, BEFORE_UPDATE, Hook, attach, do_nothing, scout_autocast
 from nandoctor.capture.step import Observer, RecordedStep, held, pack_call
-from nandoctor.capture.step_policy import OnSave, StepHistory, StepPolicy
+from nandoctor.capture.step_policy import OnSave, StepPolicy
 from nandoctor.capture.step_tracker import StepTracker
 from nandoctor.capture.tensors import can_join, refuse_unknown
 from nandoctor.capture.updates import UNDO_NBYTES
@@ -88,7 +88,8 @@ class Recorder:
         self._check_settings()
         self._handles = ExitStack()
         self._policy = StepPolicy(
-            history=StepHistory(threshold=self.threshold, window=self.window),
+            threshold=self.threshold,
+            window=self.window,
             folder=Path(self.folder),
             keep=self.keep,
             make_contents=self._make_contents,
@@ -193,12 +194,12 @@ class Recorder:
             batch: as for `step`, if it was not passed there.
 
         Raises:
-            NanDoctorError: no forward was seen since the last step.
+            NanDoctorError: no forward was seen yet.
         """
         if self._is_idle:
             return
         step = self._tracker.current
-        if step is None:
+        if step is None and not self._tracker.has_begun:
             raise NanDoctorError(
                 "The recorder has seen no forward of its model in train mode since the last step.",
                 remedy="Call recorder.watch after the forward, and give Recorder the same model that the loop calls; "
@@ -208,6 +209,13 @@ class Recorder:
             self._warn(
                 "watch was called after a forward in eval mode, which is not a training step, so nothing was checked. "
                 "To record an evaluation, put each of its steps into `with recorder.step(batch):`."
+            )
+            return
+        if step is None or self._tracker.is_over(step):
+            self._tracker.start_step(None)
+            self._warn(
+                "watch was called, but its model was not since the last update, so this step cannot be saved. Call it "
+                "before the update; if the loop goes on with another model, give that to a new Recorder."
             )
             return
         step.batch = step.batch if batch is None else held(batch)

@@ -26,39 +26,6 @@ SMALLEST_SCALE = 1.0
 helps, and GradScaler does so to find a scale: in its warm-up, and at a scale that it has just grown to."""
 
 
-class StepHistory:
-    """The outcomes of the last steps.
-
-    `begins_episode`: the last step is worth saving, but neither the step before it nor another micro-batch of the same
-    update is. The training is to stop if more than a share `threshold` of the last `window` steps failed. The share is
-    of the full window, even while fewer steps were seen.
-    """
-
-    def __init__(self, *, threshold: float = 0.1, window: int = 100) -> None:
-        self.threshold, self.window = threshold, window
-        self.num_steps = 0
-        self._in_episode = False
-        self._last_worth_saving: int | None = None
-        self.begins_episode = False
-        self._failed: deque[bool] = deque(maxlen=window)
-
-    def add(self, step: int, *, failed: bool, worth_saving: bool) -> None:
-        """Count a step."""
-        self.num_steps += 1
-        self._failed.append(failed)
-        self.begins_episode = worth_saving and not self._in_episode and self._last_worth_saving != step
-        self._in_episode = worth_saving
-        if worth_saving:
-            self._last_worth_saving = step
-
-    def why_stop(self) -> str | None:
-        """Return the reason to stop after the last step; None to go on."""
-        number = sum(self._failed)
-        return (
-            f"{number} of the last {len(self._failed)} steps failed" if number > self.threshold * self.window else None
-        )
-
-
 OnSave = Callable[[Path, Mapping[str, Any]], object]
 
 
@@ -66,22 +33,32 @@ OnSave = Callable[[Path, Mapping[str, Any]], object]
 class StepPolicy:
     """A policy that counts finished steps, saves the first failed step of each episode, and stops the training.
 
+    An episode begins with a step worth saving, unless the step before it or another micro-batch of the same update is
+    one. The training is to stop if more than a share `threshold` of the last `window` steps failed; the share is of the
+    full window, even while fewer steps were seen.
+
     `on_save` gets each file's path and `event` entry. `written` has the last `keep` files and why each was saved,
     oldest first; others are left alone. Files of skipped steps make way first: one may follow any growth of the scale,
     and be harmless. Once there are `keep` files, an episode is saved only if the last file is `window` steps old: a
     training that fails at every other step must not spend its time on writing.
     """
 
-    history: StepHistory
+    threshold: float
+    window: int
     folder: Path
     keep: int
     make_contents: Callable[[RecordedStep, str, str], Mapping[str, Any]]
     on_save: OnSave | None
     written: dict[Path, str] = field(default_factory=dict)
+    _failed: deque[bool] = field(init=False)
+    _num_steps: int = 0
+    _in_episode: bool = False
+    _last_worth_saving: int | None = None
     _last_saved: int = 0
     _last_fit: float = -math.inf
 
     def __post_init__(self) -> None:
+        self._failed = deque(maxlen=self.window)
         with suppress(OSError):
             remove_orphans(self.folder)  # left by an earlier run that was killed
 
@@ -98,17 +75,21 @@ class StepPolicy:
         worth_saving = failed or (scale is not None and step.was_skipped and scale <= self._last_fit)
         if scale is not None and step.updates and not step.was_skipped:
             self._last_fit = scale
-        self.history.add(step.step, failed=failed, worth_saving=worth_saving)
+        self._num_steps += 1
+        self._failed.append(failed)
+        begins = not self._in_episode and self._last_worth_saving != step.step
+        self._in_episode = worth_saving
         if not worth_saving:
             return
-        why = self.history.why_stop() if failed else None
-        waited = self.history.num_steps - self._last_saved
-        is_due = self.history.begins_episode and (len(self.written) < self.keep or waited >= self.history.window)
-        if not why and not is_due:
+        self._last_worth_saving = step.step
+        num_failed, waited = sum(self._failed), self._num_steps - self._last_saved
+        stops = failed and num_failed > self.threshold * self.window
+        if not stops and not (begins and (len(self.written) < self.keep or waited >= self.window)):
             return
-        _, saved = self._save(step, reason, "stopped" if why else "first")
+        _, saved = self._save(step, reason, "stopped" if stops else "first")
         what = _describe(step, reason)
-        if why and may_stop:
+        if stops and may_stop:
+            why = f"{num_failed} of the last {len(self._failed)} steps failed"
             message = f"The recorder stopped the training at step {step.step}: {what}; {why}."
             raise NonFiniteTrainingError(message, remedy=saved)
         LOG.warning("Step %d: %s. %s", step.step, what, saved)
@@ -126,7 +107,7 @@ class StepPolicy:
         """
         if step.before is None:
             return None, "The model was not called in this step, so there is nothing to save."
-        self._last_saved = self.history.num_steps
+        self._last_saved = self._num_steps
         rank, world_size = read_rank()
         kind = "nan" if reason in ("loss", "gradients", "update", "skipped") else "step"
         stem = f"{kind}-step{step.step:06d}" + (f"-micro{step.micro_batch}" if step.micro_batch else "")

@@ -120,6 +120,15 @@ class StepTracker:
         """Return True if every optimizer was called in the step."""
         return len(step.updates) >= max(1, len(self.trainers.optimizers))
 
+    @property
+    def has_begun(self) -> bool:
+        """True once there was a step."""
+        return self._last[0] >= 0
+
+    def is_over(self, step: RecordedStep) -> bool:
+        """Return True if the step was watched, and all its updates were made."""
+        return not step.explicit and bool(step.flags and step.updates) and self._has_all_updates(step)
+
     def _note_write(self, step: RecordedStep) -> None:
         """Note that the loop itself has written weights between the step's forward and its first update."""
         if not step.updates and self._observer.was_written(step.stamp):

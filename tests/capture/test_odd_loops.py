@@ -161,3 +161,26 @@ def test_weights_from_functional_call_are_told(tmp_path, caplog):
     told = "the weights of the step: torch.func.functional_call gave the model others than its own"
     assert told in "".join(torch.load(recorder.written[0], weights_only=True)["left_out"])
     assert "record a module that holds the model" in caplog.text
+
+
+def test_a_step_of_another_model_is_told_and_not_saved(tmp_path, caplog):
+    model, other = Net(), nn.Linear(4, 1)
+    recorder = Recorder(model, folder=tmp_path)
+    for net in (model, model, other, other):
+        optimizer = torch.optim.Adam(net.parameters())
+        loss = net(torch.randn(5, 4)).sum() * (torch.nan if net is other else 1)
+        recorder.watch(loss)
+        loss.backward()
+        optimizer.step()
+    assert recorder.written == ()
+    assert caplog.text.count("its model was not since the last update") == 1
+
+
+def test_a_fix_is_written_for_the_autocast_of_the_training(tmp_path):
+    model = nn.Linear(4, 4)
+    nn.init.ones_(model.weight)
+    with Recorder(model, folder=tmp_path) as recorder, torch.autocast("cpu", dtype=torch.float16):
+        recorder.watch(model(torch.full((2, 4), 6e4)))
+    fixes = nandoctor.replay(recorder.written[0], model=model).report.fixes
+    assert any('torch.autocast("cpu", enabled=False)' in fix.patch for fix in fixes)
+    assert not any('"cuda"' in fix.patch for fix in fixes)

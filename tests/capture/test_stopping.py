@@ -1,5 +1,6 @@
 """When a run is stopped and when it is left alone: GradScaler's own skips are no reason."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -8,41 +9,39 @@ from torch import nn
 
 from nandoctor import NonFiniteTrainingError, Recorder, cuda_autocast
 from nandoctor.capture.step import RecordedStep
-from nandoctor.capture.step_policy import StepHistory, StepPolicy
+from nandoctor.capture.step_policy import StepPolicy
 from nandoctor.capture.tensors import Flag
 from nandoctor.dumps.reader import read_dump
 
 each_optimizer = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 
 
-def feed(rule, pattern):
-    """The history after steps told by letters: "." good, "F" failed, "s" skipped at a scale that explains it."""
-    history = StepHistory(**rule)
+def feed(folder, pattern, **rule):
+    policy = make_policy(folder, keep=99, **rule)
     for step, letter in enumerate(pattern):
-        history.add(step, failed=letter == "F", worth_saving=letter == "F")
-    return history
+        policy.decide(RecordedStep(step=step, before=True, flags=[Flag(float(letter == "F"))]), may_stop=True)
+    return policy
 
 
 @pytest.mark.parametrize(
     ("pattern", "stops"),
     [
         ("." * 30, False),
-        ("s" * 20, False),
         ("FF" + "." * 8, False),
-        ("FFF" + "." * 7, True),
         ("FFF", True),
-        ("FFF" + "." * 8, False),
+        ("FF" + "." * 7 + "F", True),
+        ("FF" + "." * 8 + "F", False),
         ("F.........." * 5, False),
     ],
 )
-def test_the_share_in_the_window_decides(pattern, stops):
-    assert (feed({"threshold": 0.2, "window": 10}, pattern).why_stop() is not None) is stops
+def test_the_share_in_the_window_decides(tmp_path, pattern, stops):
+    with pytest.raises(NonFiniteTrainingError) if stops else nullcontext():
+        feed(tmp_path, pattern, threshold=0.2, window=10)
 
 
-def test_an_episode_begins_once():
-    rule = {"threshold": 1.0, "window": 4}
-    begun = [feed(rule, ".FF...F....F"[:end]).begins_episode for end in range(1, 13)]
-    assert [step for step, begins in enumerate(begun) if begins] == [1, 6, 11]
+def test_an_episode_begins_once(tmp_path):
+    written = feed(tmp_path, ".FF...F....F", threshold=1.0, window=4).written
+    assert [path.stem for path in written] == ["nan-step000001", "nan-step000006", "nan-step000011"]
 
 
 @pytest.mark.parametrize(
@@ -72,10 +71,10 @@ def test_files_of_skipped_steps_make_way_first(tmp_path):
     assert [path.stem[-1] for path in policy.written] == ["0", "2", "4"]
 
 
-def make_policy(folder, keep):
+def make_policy(folder, keep, threshold=0.1, window=100):
     contents = {"event": {}, "model": {"file": "net.py"}}
-    history = StepHistory()
-    return StepPolicy(history=history, folder=folder, keep=keep, make_contents=lambda *_: contents, on_save=None)
+    rule = {"threshold": threshold, "window": window, "keep": keep}
+    return StepPolicy(**rule, folder=folder, make_contents=lambda *_: contents, on_save=None)
 
 
 @each_optimizer
