@@ -3,7 +3,7 @@
 What it is
     The mean of no elements, the standard deviation of one, a loss averaged over labels that are all ignored: 0 / 0.
 How nandoctor tells
-    A reduction or a loss of finite inputs is NaN, in float64 as well; or the maximum of an empty segment is infinite.
+    A reduction or a loss of finite inputs is NaN, in float64 as well.
 Why it happens
     A boolean mask selects nothing in this batch, or every label equals ignore_index. The gradients can be finite, and
     GradScaler then does not skip the step.
@@ -28,23 +28,12 @@ from nandoctor.text import plural
 
 TITLE = "A reduction over no elements"
 PHASES = ("forward",)
-_SEGMENTED = frozenset({"segment_reduce"})
 
 
 def diagnose(finding: Finding) -> Account | None:
     """Explain a reduction or loss that is NaN although its inputs are finite."""
-    op = finding.op.op
-    if not is_average(op) or finding.had_inf_input or finding.overflowed:
-        return None
-    num_bad, kinds = finding.analysis.num_bad, finding.analysis.kinds
-    if op in _SEGMENTED and kinds in (("+inf",), ("-inf",)):
-        extreme, infinity = ("maximum", "-Inf") if kinds == ("-inf",) else ("minimum", "Inf")
-        return Account(
-            headline=f"{subject(finding.op)} takes the {extreme} of no elements, which is {infinity}",
-            explanation=f"{op} takes the {extreme} of no elements, which is {infinity}.",
-            evidence=(Evidence("num_bad", num_bad, f"{plural(num_bad, extreme)} of no elements"),),
-        )
-    if kinds != ("nan",):
+    op, num_bad = finding.op.op, finding.analysis.num_bad
+    if not is_average(op) or finding.had_inf_input or finding.overflowed or finding.analysis.kinds != ("nan",):
         return None
     lacks = "too few values" if op in SPREADS else "nothing to average"
     return Account(
@@ -56,5 +45,4 @@ def diagnose(finding: Finding) -> Account | None:
 
 def suggest(finding: Finding) -> Iterator[Candidate]:
     """Count an average over nothing as zero."""
-    if finding.analysis.kinds == ("nan",):
-        yield (ClampArgument(site=site_of(finding.op), argument="", nan=True),)
+    yield (ClampArgument(site=site_of(finding.op), argument="", nan=True),)

@@ -31,7 +31,7 @@ from nandoctor.causes.base import (
     singular_edge,
 )
 from nandoctor.causes.invalid_domain import clamp_into_domain
-from nandoctor.causes.sentences import operand, subject, where_it_began
+from nandoctor.causes.sentences import operand, subject
 from nandoctor.changes.places import singular_inputs
 from nandoctor.evidence.report import Account
 from nandoctor.evidence.trace import OpCall
@@ -57,9 +57,7 @@ def diagnose(finding: GradientFinding) -> Account | None:
     reach = "" if limits is None or None in limits else f" (its input goes from {' to '.join(map(number, limits))})"
     is_beside, kinds = _is_beside_singularity(forward), kinds_text(finding.analysis.kinds)
     at_zero = " at 0" if edge == 0 else ""
-    began = "" if edge is None else where_it_began(forward, DOMAINS[forward.op].argument, edge, finding.ops)
-    because = f": {began}" if began else ""
-    headline = f"The derivative of {subject(forward)} is infinite{at_zero}, so its gradient is {kinds}{because}"
+    headline = f"The derivative of {subject(forward)} is infinite{at_zero}, so its gradient is {kinds}"
     if is_beside:
         headline = f"The gradient of {subject(forward)} is too large even for fp32, so it is {kinds}"
     return Account(

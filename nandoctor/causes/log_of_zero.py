@@ -12,7 +12,8 @@ Why it happens
 Fix
     Work with logits (F.logsigmoid, F.log_softmax, F.binary_cross_entropy_with_logits), or clamp the probability to an
     eps that the format can hold on both sides. Never mask a class that a label can name. For CTC, use
-    `F.ctc_loss(..., zero_infinity=True)`.
+    `F.ctc_loss(..., zero_infinity=True)`. Keep a matrix whose determinant is taken invertible: by its triangular
+    factors, or with a multiple of the identity.
 When it is wrong
     If a small constant was meant to prevent the zero and fp16 rounded it away, the report names eps-underflow instead.
 """
@@ -20,7 +21,6 @@ When it is wrong
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from nandoctor.causes.base import (
     Candidate,
@@ -46,11 +46,6 @@ PHASES = ("forward", "constant")
 _DEPTH = 6
 _PROBABILITIES = {"softmax": "F.log_softmax", "sigmoid": "F.logsigmoid", "exp": "torch.logsumexp"}
 """What is taken of the logits instead; of an exponential only if it is summed up."""
-_INVERTIBLE = Evidence(
-    STABLE_FORM,
-    "invertible",
-    "keep the matrix invertible: by its triangular factors, or with a multiple of the identity",
-)
 
 
 def diagnose(finding: Finding | OutsideTensor) -> Account | None:
@@ -61,17 +56,9 @@ def diagnose(finding: Finding | OutsideTensor) -> Account | None:
     if writes_infinity(finding.op) and finding.analysis.kinds == ("-inf",):
         return _explain_written(finding.analysis.num_bad)
     if finding.op.op in HIDDEN_LOGARITHMS and finding.analysis.kinds in (("+inf",), ("-inf",)):
-        return _explain_hidden(finding, HIDDEN_LOGARITHMS[finding.op.op])
+        why = f"is infinite: {HIDDEN_LOGARITHMS[finding.op.op]}"
+        return _explain(finding.analysis.num_bad, f"{subject(finding.op)} {why}", f"{finding.op.op} {why}.")
     return _diagnose_logarithm(finding)
-
-
-def _explain_hidden(finding: Finding, why: str) -> Account:
-    """Explain an op that takes a logarithm itself: of a determinant, or of the probability of a target."""
-    told = f"{finding.op.op} is infinite: {why}."
-    of_target = finding.op.op == "ctc_loss"
-    told = told if of_target else f"{told} Better: {_INVERTIBLE.text}."
-    account = _explain(finding.analysis.num_bad, f"{subject(finding.op)} is infinite: {why}", told)
-    return account if of_target else replace(account, evidence=(*account.evidence, _INVERTIBLE))
 
 
 def _explain_written(num_infinite: int) -> Account:

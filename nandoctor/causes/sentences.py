@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ast
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 from nandoctor.causes.base import Finding
 from nandoctor.changes.expression import OPERATORS, operands
-from nandoctor.changes.places import maker_of
 from nandoctor.changes.source_tree import name_called
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import Account, Evidence
@@ -100,30 +98,6 @@ def _call_operands(node: ast.Call, num_operands: int) -> dict[str, ast.expr]:
     if len(taken) != num_operands or any(isinstance(operand, ast.Starred) for operand in taken):
         return {}
     return dict(zip(("self", "other", "exponent"), [*taken, *taken[1:]], strict=False))
-
-
-_INVERSES: Mapping[str, Callable[[float, float], float]] = {
-    "sub": lambda value, number: value + number,
-    "rsub": lambda value, number: number - value,
-    "add": lambda value, number: value - number,
-    "pow": lambda value, number: value ** (1 / number) if value >= 0 and number > 0 else math.nan,
-}
-"""What an op of one tensor and one number took where it gave `value`."""
-
-
-def where_it_began(op: OpCall, name: str, value: float, ops: Sequence[OpCall]) -> str:
-    """Return what makes an argument exactly `value`, by the numbers in the code: "`cosine` is exactly 1"; or ""."""
-    taken, began = op.find_input(name), ""
-    while taken is not None and (maker := maker_of(taken, ops)) is not None:
-        given = dict(maker.scalars).get("exponent" if maker.op == "pow" else "other")
-        if maker.op not in _INVERSES or given is None or len(maker.inputs) != 1:
-            break
-        taken, value = maker.inputs[0], _INVERSES[maker.op](value, given)
-        if taken.stats is None or value not in (taken.stats.min, taken.stats.max, taken.stats.absmax):
-            break
-        text = operand(maker, taken.name)
-        began = f"{text} is exactly {number(value)}" if text else began
-    return began
 
 
 def past(value: float | None, low: FloatFormat) -> str:

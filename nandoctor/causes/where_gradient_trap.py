@@ -34,6 +34,7 @@ from nandoctor.causes.log_space import stable_forms
 from nandoctor.causes.sentences import subject
 from nandoctor.changes.clamp import ClampArgument
 from nandoctor.changes.places import site_of
+from nandoctor.evidence.edits import Together
 from nandoctor.evidence.report import Account
 from nandoctor.ops import LOGARITHMS, SELECTIONS
 
@@ -76,3 +77,11 @@ def suggest(finding: GradientFinding) -> Iterator[Candidate]:
     for taken in forward.nonfinite_inputs:
         yield finite_candidate(forward, taken)
         yield (ClampArgument(site=site_of(forward), argument=taken.name, nan=True),)
+    if from_outside := [
+        ClampArgument(site=site_of(op), argument=tensor.name, nan=True)
+        for op in finding.ops
+        if op.order <= forward.order and not op.outputs_finite
+        for tensor in op.nonfinite_inputs
+        if tensor.producer is None
+    ]:
+        yield (Together(edits=tuple(from_outside)),)

@@ -13,7 +13,7 @@ from nandoctor.diagnosis.conclusion import (
     Suspect,
     absurd_weights,
     as_gradient,
-    broken_state,
+    broken_outside,
     diagnose_op,
     origin_at,
     origin_taken,
@@ -171,7 +171,13 @@ def _hidden_origin(
     computed = [it for it in own if not (writes_infinity(it.op) or is_log_of_mask(it.op, trace.ops))]
     # Ops that only turned infinities into NaN come last.
     hidden = next(iter((*overflowed, *sorted(computed, key=lambda it: it.had_inf_input))), None)
-    broken = [*broken_state(found, trace), *(absurd_weights(hidden, trace) if hidden is not None else ())]
+    # What a selection removes after the op may be meant to be infinite in the batch; what saturates is not.
+    is_removed = finding.discarded_by is not None and not forward.outputs_finite
+    origins = {"weight", "buffer", *(() if is_removed else ("batch",))}
+    broken = [
+        *broken_outside(found, trace, origins),
+        *(absurd_weights(hidden, trace) if hidden is not None else ()),
+    ]
     return hidden, next(iter(broken), None)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,6 @@ from nandoctor.causes.mask_constant_overflow import fitting_constants
 from nandoctor.causes.registry import find_cause, suggest_changes
 from nandoctor.changes.hold import HoldAtZero
 from nandoctor.changes.places import site_of
-from nandoctor.diagnosis.dimensions import name_dimensions, with_samples
 from nandoctor.diagnosis.origin import (
     NonfiniteTrace,
     by_forward,
@@ -95,9 +94,8 @@ def diagnose_op(finding: Finding, cause: Cause | None, trace: Trace) -> tuple[Di
 def origin_at(finding: Finding, trace: Trace) -> Origin:
     """Return an origin at an op that made non-finite values; that of a derivative is the op that it belongs to."""
     op, analysis = finding.op, finding.analysis
-    is_backward = op.phase == "backward"
     made = next((stats for stats in op.outputs if not stats.finite), op.outputs[0])
-    named = op if is_backward or op.forward is None else trace.ops[op.forward]
+    named = op if op.phase == "backward" or op.forward is None else trace.ops[op.forward]
     return Origin(
         phase=op.phase,
         place=named.place,
@@ -110,7 +108,6 @@ def origin_at(finding: Finding, trace: Trace) -> Origin:
         output=made,
         nth=named.nth,
         grid=analysis.counts.grid,
-        dimensions=() if is_backward else name_dimensions(op.order, made.shape, trace.ops),
     )
 
 
@@ -230,11 +227,9 @@ def blame(findings: Findings, guilty: tuple[int, ...] | None, difference: str) -
 
 def _of_samples(diagnosis: Diagnosis, samples: tuple[int, ...] | None) -> Diagnosis:
     """Return the diagnosis with these samples to blame; those of a weight or a buffer are none."""
-    origin, names = diagnosis.origin, diagnosis.origin.dimensions
-    if origin.output is not None and samples and set(samples) <= set(origin.elements.samples or ()):
-        names = with_samples(names, len(origin.output.shape))
+    origin = diagnosis.origin
     elements = replace(origin.elements, samples=None if origin.phase == "state" else samples)
-    return replace(diagnosis, origin=replace(origin, elements=elements, dimensions=names))
+    return replace(diagnosis, origin=replace(origin, elements=elements))
 
 
 MASK = "mask-constant-overflow"
@@ -490,7 +485,7 @@ def absurd_weights(finding: Finding, trace: Trace) -> list[Diagnosis]:
     return found
 
 
-def broken_state(found_trace: NonfiniteTrace, trace: Trace) -> list[Diagnosis]:
-    """Return diagnoses of weights and buffers that were non-finite before the step, among the tensors from outside."""
-    state = tuple(it for it in found_trace.outside if it[1].origin in ("weight", "buffer"))
+def broken_outside(found_trace: NonfiniteTrace, trace: Trace, origins: Set[str]) -> list[Diagnosis]:
+    """Return diagnoses of tensors of these origins, as weights, that were non-finite before traced ops took them."""
+    state = tuple(it for it in found_trace.outside if it[1].origin in origins)
     return [diagnosis for _, diagnosis, _ in _from_outside(replace(found_trace, outside=state), trace)]

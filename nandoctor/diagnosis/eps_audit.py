@@ -12,7 +12,7 @@ from nandoctor.evidence.dump_summary import OptimizerSlot
 from nandoctor.evidence.formats import FP32, LARGEST_EPS, FloatFormat, effect_of
 from nandoctor.evidence.report import EpsUse
 from nandoctor.evidence.trace import OpCall
-from nandoctor.ops import CLAMPS, EPS_IN_FP32, EPS_IN_INPUT, FILLS, MAXIMA, PRODUCTS, SCALINGS, SUMS
+from nandoctor.ops import CLAMPS, EPS_IN_FP32, EPS_IN_INPUT, FILLS, MAXIMA, PRODUCTS, SUMS
 
 _FILLINGS = ("fill_value", "value", "self", "other")
 _DEPTH = 6
@@ -35,47 +35,27 @@ def audit(ops: Sequence[OpCall], slots: Sequence[OptimizerSlot] = ()) -> tuple[E
 def _uses(op: OpCall, ops: Sequence[OpCall], guards: frozenset[int]) -> Iterator[EpsUse]:
     for name, number in op.scalars:
         value = _eps_in(op, name, number)
-        # An eps only if it guards a divisor, root or logarithm: 1e-4 may be a step, 0.9999 a momentum.
-        needs_guard = op.op in FILLS or (op.op in SCALINGS | SUMS and name == "other")
+        # An eps only if it guards a divisor, root or logarithm: 1e-4 may be a step.
+        needs_guard = op.op in FILLS or (op.op in SUMS and name == "other")
         if value is None or not is_written(op, name, ops) or (needs_guard and op.order not in guards):
             continue
         module, kind = op.place.module, op.place.type
         use = EpsUse(place="op", module=module, type=kind, name=name, value=value, op=op.op, source=op.source)
-        use = _in_format(use, _format_used(op))
-        if _is_beside_one(op, name, number):
-            rounded = abs(1 - _format_used(op).round(number))
-            use = replace(
-                use,
-                name=f"1 - {name}" if number < 1 else f"{name} - 1",
-                rounded=rounded,
-                effect="normal" if rounded else "zero",
-                rel_err=abs(rounded / value - 1),
-            )
-        yield use
+        yield _in_format(use, _format_used(op))
 
 
 def _eps_in(op: OpCall, name: str, value: float) -> float | None:
     """Return the argument as an eps, or None if this op uses it for something else."""
-    beside_one = _is_beside_one(op, name, value)
-    if beside_one:
-        value = float(f"{abs(1 - value):.6g}")
-    elif op.op in CLAMPS and name == "max" and isfinite(value):
-        value = -value
+    if op.op in CLAMPS and name == "max" and isfinite(value):
+        value = -value  # the bound of what is negative
     is_eps = (
-        beside_one
-        or name == "eps"
+        name == "eps"
         or (op.op in CLAMPS and name in ("min", "max"))
         or (op.op in MAXIMA and name in ("self", "other"))
         or (op.op in FILLS and name in _FILLINGS)
         or (op.op in SUMS and name == "other")
     )
     return value if is_eps and 0 < value <= LARGEST_EPS else None
-
-
-def _is_beside_one(op: OpCall, name: str, number: float) -> bool:
-    """Return True if the number is one plus or minus an eps: a bound, or the 0.99999 of `p * (1 - 1e-5)`."""
-    is_bound = op.op in CLAMPS and name == "max" and number > 0
-    return is_bound or (op.op in SCALINGS | SUMS and name == "other" and 0 < abs(1 - number) <= LARGEST_EPS)
 
 
 def _guards(ops: Sequence[OpCall]) -> frozenset[int]:

@@ -70,10 +70,11 @@ def follow_gradient(origin: Origin, trace: Trace) -> Iterator[Growth]:
 
 
 def describe_growth(growth: Sequence[Growth], *, of_gradient: bool) -> tuple[str, ...]:
-    """Return a note on the step before the origin that gave most, if that is much."""
+    """Return a note on the step before the origin that gave most, if that is much; else on the weight that it is of."""
     steps = [step for step in growth[1:] if (step.log2_gain or 0.0) >= _WORTH_TELLING]
     if not steps:
-        return ()
+        weights = (step for step in growth[-1:] if step.op == "weight" and step.absmax_out)
+        return tuple(f"It comes from {code(it.place.module)}, which reaches {number(it.absmax_out)}." for it in weights)
     most = max(steps, key=lambda step: step.log2_gain or 0.0)
     behind = growth[growth.index(most) + 1 :]
     named = f" ({code(behind[0].place.module)})" if behind and behind[0].absmax_in is None else ""

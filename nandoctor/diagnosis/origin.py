@@ -24,7 +24,6 @@ from nandoctor.causes.base import (
 from nandoctor.causes.mask_constant_overflow import constant_in_fp32
 from nandoctor.causes.registry import find_cause
 from nandoctor.changes.places import ancestors, singular_inputs
-from nandoctor.diagnosis.dimensions import name_dimensions, with_samples
 from nandoctor.diagnosis.run_summary import outputs_differ
 from nandoctor.evidence.dump_summary import OptimizerSlot
 from nandoctor.evidence.formats import FloatFormat
@@ -119,24 +118,19 @@ def needs_counts(trace: Trace) -> bool:
     return any(stats.counts is None and not stats.finite for stats in tensors)
 
 
-def describe_first(
-    first: FirstNonfinite, trace: Trace, reference: Trace, guilty: tuple[int, ...] | None
-) -> FirstNonfinite:
-    """Return the first non-finite place with fp32's largest magnitude there, and what its dimensions count.
+def describe_first(first: FirstNonfinite, reference: Trace, guilty: tuple[int, ...] | None) -> FirstNonfinite:
+    """Return the first non-finite place with fp32's largest magnitude there.
 
     Its rows are samples if those to blame are among them.
     """
     elements = first.elements
-    names = name_dimensions(first.value.producer, first.value.shape, trace.ops)
     if guilty is None or not set(guilty) <= set(elements.samples or ()):
         elements = replace(elements, samples=None)
-    elif guilty:
-        names = with_samples(names, len(first.value.shape))
     is_call, key = first.where in ("output", "between"), (first.seen_in or first.place).key
     same = [call for call in reference.calls if call.key == key and is_call]
     tensors = (stats for call in same for stats in (call.outputs if first.where == "output" else call.inputs))
     would_be = next((stats.absmax for stats in tensors if stats.path == first.value.path), None)
-    return replace(first, elements=elements, would_be=would_be, dimensions=names)
+    return replace(first, elements=elements, would_be=would_be)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +167,7 @@ def trace_back(ops: tuple[OpCall, ...], reference: Trace, symptoms: Sequence[int
     sliced = _slice(ops, symptoms)
     outside = [(op, tensor) for op in sliced for tensor in op.nonfinite_inputs if tensor.producer is None]
     candidates = [*find_at(sliced, ops, reference, low)]
-    sources = _without_followers([source for source in candidates if _is_created(source)], sliced)
+    sources = [source for source in candidates if _is_created(source)]
     behind = [it for it in find_at(_slice(ops, [*_absorbing(sources)]), ops, reference, low) if it.op.analysis]
     sources += [source for source in behind if source not in sources and _is_created(source)]
     # Ops that made NaN from infinities are sources only if there are no others.
@@ -275,13 +269,6 @@ def _is_created(source: Finding) -> bool:
     return _overflows(source.op) and not (
         source.reference.finite and source.reference_op is not None and _overflows(source.reference_op)
     )
-
-
-def _without_followers(sources: list[Finding], sliced: Sequence[OpCall]) -> list[Finding]:
-    """Return the sources without those that overflowed beside infinities that another of them had made."""
-    spoilt = {source.op.order for source in sources if not source.had_inf_input}
-    follows = {op.order for op in reached_ops(spoilt, sliced)}
-    return [source for source in sources if not source.had_inf_input or source.op.order not in follows]
 
 
 def _overflows(op: OpCall) -> bool:

@@ -51,6 +51,11 @@ def find_gaps(trace: Trace, flags: SavedFlags, reproduction: Reproduction, *, ha
             "loss is not known.",
             remedy=_PASS_LOSS,
         )
+    elif flags.numbers and not (has_loss or gives_loss):
+        yield Gap(
+            text=f"{_name_numbers(flags)} The replayed output is finite, and the loss was not replayed.",
+            remedy=_PASS_LOSS,
+        )
     elif flags.gradients and flags.num_ranks > 1 and not trace.bad_gradients:
         yield Gap(
             text=f"The step's gradients, summed over {flags.num_ranks} ranks, were non-finite; those of this rank's "
@@ -73,7 +78,8 @@ def doubt_broken(names: Sequence[str]) -> Iterator[Gap]:
         named = join_first([code(name) for name in names], 3)
         yield Gap(
             text=f"{named} {are(len(names))} non-finite in the file, and the replay neither reads it nor makes it so.",
-            remedy=f"If your loss reads {named}, pass --loss. If your code makes {named}, pass --call with that code.",
+            remedy=f"If your loss reads {named}, pass --loss. If your code makes {named}, pass --call with that code. "
+            "The state of an optimizer spreads to the weights with its next step: go back to an earlier one.",
         )
 
 
@@ -161,6 +167,10 @@ _PASS_LOSS = (
 )
 
 
+def _name_numbers(flags: SavedFlags) -> str:
+    return f"{join_first([code(name) for name in flags.numbers], 3)} {are(len(flags.numbers))} NaN in the file."
+
+
 def _describe_loss(value: float, reproduction: Reproduction) -> str:
     written = "NaN" if math.isnan(value) else f"{value:+}".replace("inf", "Inf")
     if reproduction.grade in ("exact", "same-mask"):
@@ -177,7 +187,7 @@ def judge_unfailing(verdict: Verdict, gaps: tuple[Gap, ...], flags: SavedFlags) 
         return verdict
     if gaps:
         return "cannot-tell"
-    return "not-reproduced" if flags.loss is not None or flags.gradients else "healthy"
+    return "not-reproduced" if flags.loss is not None or flags.gradients or flags.numbers else "healthy"
 
 
 def with_gaps(
@@ -192,11 +202,12 @@ def with_gaps(
     gaps = (*find_gaps(findings.trace, flags, reproduction, has_loss=has_loss), *rounding, *findings.gaps, *draws, *off)
     if findings.verdict not in NOTHING_FOUND:
         return replace(findings, notes=(*findings.notes, *(gap.text for gap in (*findings.gaps, *draws))))
+    told = [_name_numbers(flags)] if flags.numbers and not gaps else []
     return replace(
         findings,
         verdict=judge_unfailing(findings.verdict, gaps, flags),
         gaps=gaps,
-        notes=(*findings.notes, *(gap.text for gap in gaps[1:])),
+        notes=(*findings.notes, *(gap.text for gap in gaps[1:]), *told),
     )
 
 
@@ -259,7 +270,8 @@ def judge_backward(trace: Trace, reference: Trace, conclusion: Conclusion, *, fi
         return "loss-scale"
     if not reference.bad_gradients:
         return "precision"
-    return "state" if any(it.origin.phase == "state" for it in conclusion.diagnoses) else "numerics"
+    phases = {it.origin.phase for it in conclusion.diagnoses}
+    return "state" if "state" in phases else "input" if "input" in phases else "numerics"
 
 
 def write_headline(verdict: Verdict, trace: Trace, conclusion: Conclusion, gaps: tuple[Gap, ...] = ()) -> str:

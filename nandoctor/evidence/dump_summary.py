@@ -8,7 +8,7 @@ from typing import Literal
 
 from nandoctor.evidence.trace import TensorStats
 
-NO_TARGET = "No target: the loss and the backward pass cannot be replayed. Next time add 'target': target.cpu()."
+NO_TARGET = "No target: a loss that takes one cannot be replayed. Next time add 'target': target.cpu()."
 Role = Literal["input", "target", "output", "unknown"]
 Layout = Literal["plain", "weights-only", "batch-only", "nandoctor.dump/1"]
 
@@ -59,11 +59,13 @@ class DumpSummary:
 class SavedFlags:
     """What went wrong in the step, according to the file: the non-finite `loss` (None: there was none), or `gradients`.
 
-    `rank` of `num_ranks` wrote the file. `here` is False if the non-finite loss was another rank's.
+    `numbers` names others that are NaN, as a norm of gradients. `rank` of `num_ranks` wrote the file. `here` is False
+    if the non-finite loss was another rank's.
     """
 
     loss: float | None = None
     gradients: bool = False
+    numbers: tuple[str, ...] = ()
     here: bool = True
     rank: int = 0
     num_ranks: int = 1

@@ -92,8 +92,8 @@ class FirstNonfinite:
     """The first place where a non-finite value was seen.
 
     `where` says what it was: a module's `output`; a value made `between` modules, in the forward of `module`, and first
-    seen as an input of the call `seen_in`; the `batch`; or the `loss`. `inputs` are those of the module call, `value`
-    is the non-finite tensor, and `dimensions` are as in `Origin`.
+    seen as an input of the call `seen_in`; the `batch`; or the `loss`. `inputs` are those of the module call, and
+    `value` is the non-finite tensor.
     """
 
     run: str
@@ -106,7 +106,6 @@ class FirstNonfinite:
     value: TensorStats
     would_be: float | None
     state: tuple[TensorStats, ...] = ()
-    dimensions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,8 +115,7 @@ class Origin:
     The place is the module whose forward called the op, or that owns the state. `op` is the aten name, None if none is
     to blame; `nth` counts its calls from that forward, from 0; `function` is the custom Function in whose backward it
     ran. `would_be` is the worst element computed from the same inputs in float64, None if that is non-finite too.
-    `called_from` is the user's line if `source` is a library's. `dimensions` says what those of `output` count, as
-    "sample" or "channel", "" for an unknown one; () if none is known.
+    `called_from` is the user's line if `source` is a library's.
     """
 
     phase: Literal["forward", "loss", "backward", "optimizer", "state", "input"]
@@ -132,7 +130,6 @@ class Origin:
     grid: Grid | None = None
     function: str | None = None
     called_from: SourceLine | None = None
-    dimensions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,8 +252,9 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixSettings:
-    """The settings that a fix makes in the training loop; None leaves one unchanged."""
+    """The settings that a fix makes in the training loop, on this type of `device`; None leaves one unchanged."""
 
+    device: str = "cuda"
     amp_dtype: Literal["bfloat16"] | None = None
     loss_scale: float | None = None
     optimizer_eps: float | None = None
@@ -341,10 +339,10 @@ class Fp32SetSearch:
 class EpsUse:
     """A small constant as it was actually used.
 
-    `name` is the argument of the op, or the optimizer's eps; "1 - max" stands for a clamp just below one. `op` is the
-    op that used it, and `dtype` the format, None for an optimizer whose state is not in the file; `rounded` is its
-    value there. `effect` says what is left of it: "zero", "subnormal" (with its relative error), "normal". One row
-    stands for `num_uses` calls from the same line, or parameters of the optimizer.
+    `name` is the argument of the op, or the optimizer's eps. `op` is the op that used it, and `dtype` the format, None
+    for an optimizer whose state is not in the file; `rounded` is its value there. `effect` says what is left of it:
+    "zero", "subnormal" (with its relative error), "normal". One row stands for `num_uses` calls from the same line, or
+    parameters of the optimizer.
     """
 
     place: Literal["op", "optimizer"]

@@ -149,7 +149,7 @@ def describe_extent(first: FirstNonfinite) -> str:
     if found.samples and len(first.value.shape) > 1:
         extent += f", {samples_text(found.samples, first.value.shape[0])}"
     where = f", first at {shape_text(found.first_index)}" if found.first_index else ""
-    return f"{extent} ({describe_shape(first.value, first.dimensions)}{where})"
+    return f"{extent} ({describe_shape(first.value)}{where})"
 
 
 def _describe_reference(first: FirstNonfinite) -> str | None:
@@ -167,15 +167,9 @@ def _describe_reference(first: FirstNonfinite) -> str | None:
     return f"computes {value} here: {excess(first.would_be, low.max)} what {low} can hold ({number(low.max)})"
 
 
-def name_dimension(dim: int, dimensions: Sequence[str]) -> str:
-    """Return what a dimension counts, or its number: "channel", "dimension 1"."""
-    return (dimensions[dim] if dimensions else "") or f"dimension {dim}"
-
-
-def describe_shape(stats: TensorStats, dimensions: Sequence[str]) -> str:
-    """Return format and shape, and what the dimensions count: "fp16 [8, 12, 32] of sample, ?, channel"."""
-    names = f" of {', '.join(name or '?' for name in dimensions)}" if dimensions else ""
-    return f"{stats.dtype} {shape_text(stats.shape)}{names}"
+def describe_shape(stats: TensorStats) -> str:
+    """Return format and shape: "fp16 [8, 12, 32]"."""
+    return f"{stats.dtype} {shape_text(stats.shape)}"
 
 
 def short_name(name: str) -> str:
@@ -204,14 +198,13 @@ def list_operands(origin: Origin) -> list[Fact]:
         operands.append(Fact(name, describe_tensor(stats)))
     operands = [*dict.fromkeys(operands)]  # x * x reads one tensor
     if origin.output is not None:
-        made = describe_tensor(origin.output, origin.dimensions)
-        operands.append(Fact("outgoing gradient" if backward else "result", made))
+        operands.append(Fact("outgoing gradient" if backward else "result", describe_tensor(origin.output)))
     return operands
 
 
-def describe_tensor(stats: TensorStats, dimensions: Sequence[str] = ()) -> str:
+def describe_tensor(stats: TensorStats) -> str:
     """Return format, shape, range of the finite values, and the non-finite and zero elements."""
-    parts = [describe_shape(stats, dimensions), *_range_of(stats)]
+    parts = [describe_shape(stats), *_range_of(stats)]
     if stats.counts is not None and stats.counts.num_bad:
         parts.append(nonfinite_part(stats.counts.kinds, stats.counts.num_bad, stats.numel))
     elif not stats.finite:

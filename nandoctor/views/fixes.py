@@ -231,9 +231,9 @@ def code_of_fix(fix: Fix, name: str = "", *, brief: bool = False) -> Patch:
 
 def _settings_as_code(settings: FixSettings) -> Iterator[str]:
     if settings.amp_dtype is not None:
-        yield f'with torch.autocast("cuda", dtype=torch.{settings.amp_dtype}):'
+        yield f'with torch.autocast("{settings.device}", dtype=torch.{settings.amp_dtype}):'
     if settings.loss_scale is not None:
-        yield f'scaler = torch.amp.GradScaler("cuda", init_scale={constant(settings.loss_scale)})'
+        yield f'scaler = torch.amp.GradScaler("{settings.device}", init_scale={constant(settings.loss_scale)})'
     if settings.optimizer_eps is not None:
         yield "for group in optimizer.param_groups:"
         yield f'    group["eps"] = {constant(settings.optimizer_eps)}'
@@ -253,7 +253,7 @@ def command_arguments(dump: Path, given: Mapping[str, Any]) -> tuple[str, ...]:
         if value is None or option.group not in ("model", "step"):
             continue
         if isinstance(value, Mapping):
-            texts = {key: as_option(item) for key, item in value.items()}
+            texts = {key: item if ".py:" in str(item) else as_option(item) for key, item in value.items()}
             if None in texts.values():
                 return ()
             for key, text in texts.items():

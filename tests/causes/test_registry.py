@@ -2,12 +2,14 @@
 
 import pkgutil
 import re
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
 from one_test import for_each
 
 import nandoctor.causes
+from nandoctor.causes import where_gradient_trap
 from nandoctor.causes.base import CausePhase
 from nandoctor.causes.registry import CAUSES, SECTIONS, code_of, find_page, list_pages
 from nandoctor.errors import NanDoctorError
@@ -80,3 +82,9 @@ def test_wrong_code_is_answered_with_near_ones(code, near):
 
 def test_a_code_is_found_in_any_case():
     assert find_page("EPS-Underflow").code == "eps-underflow"
+
+
+def test_only_a_nan_is_a_trap_of_where():
+    """Of zeros a derivative makes NaN, but for some ops nobody can tell where the zeros were."""
+    finding = SimpleNamespace(forward="a log", discarded_by="a where", analysis=SimpleNamespace(kinds=("inf",)))
+    assert where_gradient_trap.diagnose(finding) is None

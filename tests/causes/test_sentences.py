@@ -1,13 +1,11 @@
 """Operands by the text that the user wrote, or not at all; what cannot be negative by the code."""
 
-from dataclasses import replace
-
 import pytest
 import torch
-from made_traces import make_step, stats
+from made_traces import make_step
 from torch import nn
 
-from nandoctor.causes.sentences import operand, past, subject, where_it_began
+from nandoctor.causes.sentences import operand, past, subject
 from nandoctor.changes.stable_logs import is_nonnegative
 from nandoctor.engine.runner import Watch
 from nandoctor.evidence.formats import FP16
@@ -82,25 +80,6 @@ def test_the_subject_is_the_expression_or_the_op_and_its_module():
 )
 def test_a_value_past_its_format(value, text):
     assert past(value, FP16) == text
-
-
-@pytest.mark.parametrize(
-    ("op", "expression", "scalars", "taken", "made", "said"),
-    [
-        ("rsub", "1 - squared", (("other", 1.0),), 1.0, 0.0, "`squared` is exactly 1"),
-        ("sub", "x - 3", (("other", 3.0),), 3.0, 0.0, "`x` is exactly 3"),
-        ("pow", "x ** 2", (("exponent", 2.0),), 0.0, 0.0, "`x` is exactly 0"),
-        ("pow", "x ** -2", (("exponent", -2.0),), 1e30, 0.0, ""),  # it underflows: no number gives exactly 0
-        ("pow", "x ** 0", (("exponent", 0.0),), 5.0, 1.0, ""),
-        ("sub", "x - 3", (("other", 3.0),), 3.5, 0.0, ""),
-        ("mul", "x * 0", (("other", 0.0),), 5.0, 0.0, ""),
-    ],
-)
-def test_a_singular_point_is_led_back_by_the_numbers_in_the_code(op, expression, scalars, taken, made, said):
-    maker = replace(op_call(op, expression, scalars=scalars), inputs=(OpTensor(name="self", stats=stats(taken)),))
-    inputs = (OpTensor(name="self", stats=stats(made), producer=0),)
-    singular = replace(op_call("sqrt", "y.sqrt()"), order=1, inputs=inputs)
-    assert where_it_began(singular, "self", made, [maker, singular]) == said
 
 
 PROVED = (

@@ -36,8 +36,6 @@ def concluded(phase="forward", sick=SICK, healthy=SOUND, module="head", cause=CA
 
 
 FINITE = trace(*SOUND.calls, output=(stats(1.0),))
-
-
 BETWEEN = trace(call("", 0, 3), call("head", 1, 2, inputs=(NONFINITE,)), output=(NONFINITE,))
 REPEATED = trace(
     call("", 0, 5), call("head", 1, 2), call("head", 3, 4, number=1, outputs=(NONFINITE,)), output=(NONFINITE,)
@@ -149,8 +147,6 @@ def test_the_gaps_of_a_step(run, flags, reproduction, has_loss, said):
 @pytest.mark.parametrize(
     ("verdict", "run", "flags", "has_loss", "expected"),
     [
-        ("healthy", WHOLE, SavedFlags(), False, "healthy"),
-        ("healthy", WHOLE, SavedFlags(loss=NAN), False, "cannot-tell"),
         ("healthy", WHOLE, SavedFlags(loss=NAN), True, "not-reproduced"),
         ("healthy", WHOLE, SavedFlags(gradients=True), True, "not-reproduced"),
         ("healthy", WHOLE, SavedFlags(here=False), True, "cannot-tell"),

@@ -246,8 +246,3 @@ def test_published_schema_is_the_one_of_the_records():
 )
 def test_schema_accepts_what_the_records_hold_and_nothing_else(data, valid):
     assert jsonschema.Draft202012Validator(SMALL).is_valid(data) is valid
-
-
-def test_made_reports_are_accepted():
-    leaf = Leaf(size=float("inf"), spot=(1, "x"))
-    jsonschema.validate(to_plain(Branch(leaves=(leaf,), branches=(Branch(leaves=()),))), SMALL)

@@ -70,7 +70,6 @@ FIRST = [
         {"value": factory.tensor(nonfinite=factory.counts(9), shape=(64, 8)), "samples": tuple(range(0, 18, 2))},
         "samples 0, 2, 4 and 6 more",
     ),
-    ("extent", {"dimensions": ("sample", "", "row", "")}, "32] of sample, ?, row, ?, first at"),
     (
         "in fp32",
         {"would_be": 12.5, "where": "between", "seen_in": Place(module="skip", type="Skip", call=1)},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib.style
@@ -17,7 +16,7 @@ from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.report import Origin, Report
 from nandoctor.evidence.trace import Grid
 from nandoctor.text import brief, join_words
-from nandoctor.views.evidence import describe_origin, describe_shape, name_dimension
+from nandoctor.views.evidence import describe_origin, describe_shape
 from nandoctor.views.plots.figures import NONFINITE_COLOR, new_figure, write_finding, write_legend
 
 _COUNTS = LinearSegmentedColormap.from_list("counts", ["#FBE3D5", NONFINITE_COLOR, "#7A3300"])
@@ -41,7 +40,7 @@ def draw_origin(report: Report) -> Figure:
         )
     with matplotlib.style.context("default"):
         figure = new_figure(_LINE_HEIGHT_IN if len(grid.dims) == 1 else _HEIGHT_IN)
-        _draw_map(figure.subplots(), grid, origin.dimensions)
+        _draw_map(figure.subplots(), grid)
         write_finding(figure, report, f"{describe_origin(origin)}.")
         drawn = sorted({count for row in grid.counts for count in row if count})
         told = sorted({drawn[0], drawn[len(drawn) // 2], drawn[-1]})
@@ -50,7 +49,7 @@ def draw_origin(report: Report) -> Figure:
     return figure
 
 
-def _draw_map(axes: Axes, grid: Grid, dimensions: Sequence[str]) -> None:
+def _draw_map(axes: Axes, grid: Grid) -> None:
     counts = np.array(grid.counts, dtype=np.float64)
     height, width = (1, *grid.sizes) if len(grid.sizes) == 1 else grid.sizes
     extent = (-0.5, width - 0.5, height - 0.5, -0.5)
@@ -66,9 +65,9 @@ def _draw_map(axes: Axes, grid: Grid, dimensions: Sequence[str]) -> None:
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))  # also for a dimension of one
     axes.tick_params(labelsize=8)
-    axes.set_xlabel(name_dimension(grid.dims[-1], dimensions), size=9)
+    axes.set_xlabel(f"dimension {grid.dims[-1]}", size=9)
     if len(grid.dims) > 1:
-        axes.set_ylabel(name_dimension(grid.dims[0], dimensions), size=9)
+        axes.set_ylabel(f"dimension {grid.dims[0]}", size=9)
     else:
         axes.set_yticks([])
 
@@ -76,7 +75,6 @@ def _draw_map(axes: Axes, grid: Grid, dimensions: Sequence[str]) -> None:
 def _describe_source(report: Report, origin: Origin, grid: Grid) -> str:
     source = brief(Path(report.dump.path).name, _NAME_WIDTH)
     assert origin.output is not None  # a grid is one of its elements
-    others = (dim for dim in range(len(origin.output.shape)) if dim not in grid.dims)
-    summed = join_words([name_dimension(dim, origin.dimensions) for dim in others])
-    tensor = describe_shape(origin.output, origin.dimensions)
+    summed = join_words([f"dimension {dim}" for dim in range(len(origin.output.shape)) if dim not in grid.dims])
+    tensor = describe_shape(origin.output)
     return f"{source}: non-finite elements of {tensor}{f'; summed over {summed}' if summed else ''}"
