@@ -95,13 +95,11 @@ def _command_arguments(dump: Dump, given: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _listener(progress: Progress | None) -> Listener:
     """Return the caller's progress listener, a notebook progress bar, or a silent listener."""
-    if progress is not None:
-        return listener_of(progress)
-    if "IPython" in sys.modules:
+    if progress is None and "IPython" in sys.modules:
         from nandoctor.views.progress import NotebookProgress, is_notebook
 
         return NotebookProgress() if is_notebook() else Listener()
-    return Listener()
+    return Listener() if progress is None else listener_of(progress)
 
 
 def verify(

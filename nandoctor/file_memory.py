@@ -6,15 +6,14 @@ import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 
+from nandoctor.process_wide import PerThread, held
+
 _LEAST_NBYTES = 1 << 20
-
-
-_is_open = ContextVar("is_open", default=False)
+_graph = PerThread(in_files=False)
 
 
 def map_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -44,17 +43,13 @@ def kept_in_files(wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    outer = _is_open.set(True)
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(_pack, lambda saved: saved):
-            yield
-    finally:
-        _is_open.reset(outer)
+    with held((_graph, "in_files", True)), torch.autograd.graph.saved_tensors_hooks(_pack, lambda saved: saved):
+        yield
 
 
 def move_to_file(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor with its graph, moved into a file if that is wanted and it is large."""
-    if _is_open.get() and _is_large(tensor):
+    if _graph.in_files and _is_large(tensor):
         with torch.no_grad():
             tensor.data = map_empty(tensor.shape, tensor.dtype).copy_(tensor)
     return tensor

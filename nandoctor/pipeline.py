@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,9 +51,9 @@ from nandoctor.engine.samples import (
     describe_difference,
     fails_without,
     find_guilty,
-    gradients_fail_without,
     is_read,
     raises_anyway,
+    trace_without,
 )
 from nandoctor.engine.updates import measure_slots, trace_update
 from nandoctor.errors import DumpError, LossError, ModelError
@@ -68,7 +68,7 @@ from nandoctor.fixes.verify import TrialBudget
 from nandoctor.machine import is_out_of_memory
 from nandoctor.step.calls import own_loss
 from nandoctor.step.model_loading import ModelSource
-from nandoctor.step.settings import Settings
+from nandoctor.step.settings import Settings, override
 from nandoctor.step.setup import prepare
 from nandoctor.step.weights import nonfinite_state
 from nandoctor.text import are, brief, join_first, mode_text, number, part_of
@@ -106,7 +106,17 @@ def replay_dump(
     """
     if not dump.arrays and settings.call is None:
         return Diagnosed(report=_report_weights(nonfinite_state(dump)))
-    preparation = prepare(dump, model, settings, listener_of(progress))
+    found = _replay(prepare(dump, model, settings, listener_of(progress)), settings)
+    for own in _of_the_cpu(found, dump, settings):
+        with suppress(ModelError):  # without CUDA's lists the model may not run
+            other = _replay(prepare(dump, model, own, listener_of(progress)), own)
+            if other.report.reproduction.grade in ("exact", "same-mask"):
+                told = f"CUDA's op lists do not give the saved failure; those of the CPU, in {own.amp_dtype}, do."
+                return replace(other, report=replace(other.report, notes=(*other.report.notes, told)))
+    return found
+
+
+def _replay(preparation: Preparation, settings: Settings) -> Diagnosed:
     with preparation.steps[0].kept_ready():
         try:
             return _diagnose_step(preparation)
@@ -114,6 +124,23 @@ def replay_dump(
             if settings.loss is not None:
                 raise
             return _diagnose_step(preparation.without_loss(f"{error.message} {error.remedy}"))
+
+
+def _of_the_cpu(found: Diagnosed, dump: Dump, settings: Settings) -> Iterator[Settings]:
+    """Yield the settings of a training under the CPU's autocast, if CUDA's does not give the saved failure."""
+    report, told = found.report, settings.policy is not None or settings.amp_dtype is not None or dump.is_recorded
+    if (
+        not told
+        and report.verdict == "not-reproduced"
+        and report.reproduction.num_bad_saved
+        and report.runs is not None
+    ):
+        names = ("float16", "bfloat16") if report.runs.autocast.elapsed_s < _LONG_S else ()
+        yield from (override(settings, {"policy": "native", "amp_dtype": name}) for name in names)
+
+
+_LONG_S = 0.5
+"""A CPU's own fp16 takes forty times as long as its emulation: a model that takes longer is not replayed in it."""
 
 
 def add_fixes(found: Diagnosed, settings: Settings) -> Report:
@@ -229,7 +256,7 @@ def _write_report(replayed: Replayed, findings: Findings, preparation: Preparati
         verdict=verdict,
         headline=write_headline(verdict, failing, shown, findings.gaps),
         reproduction=replayed.reproduction,
-        first_nonfinite=None if place is None else describe_first(place, failing, reference, findings.guilty),
+        first_nonfinite=None if place is None else describe_first(place, reference, findings.guilty),
         origin=first.origin if first else None,
         cause=first.cause if first else None,
         also=tuple(others),
@@ -397,7 +424,11 @@ def _diagnose_without_loss(step: FailingStep, findings: Findings) -> Findings:
 def _outlives_forward(step: FailingStep, findings: Findings) -> bool:
     """Return True if the loss does not take what is non-finite in the output, and the gradients fail without it."""
     sites, loss = [suspect.site for suspect in findings.conclusion.suspects], findings.trace.loss
-    return loss is not None and loss.finite and bool(sites) and gradients_fail_without(step, sites)
+    if loss is None or not loss.finite or not sites:
+        return False
+    watch = Watch(stage="closer look", statistics="none", backward=True, ends_early=True)
+    without = trace_without(step, sites, watch=watch)
+    return without is not None and bool(without.bad_gradients)
 
 
 def _report_weights(dump: Dump) -> Report:

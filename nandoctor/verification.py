@@ -90,8 +90,6 @@ def verify_dump(
 
 def tell_if_changed(found: Diagnosed, dump: Dump, settings: Settings) -> Diagnosed:
     """Add to a replay that did not reproduce the failure what is known of changes to the code."""
-    if found.step is None:
-        return found
     verification = _conclude(found, Query(dump=dump, settings=settings))
     return replace(found, report=_add_outcome(found.report, verification))
 
@@ -196,7 +194,11 @@ def _describe_failure(found: Diagnosed, dump: Dump) -> str | None:
     if graded.num_bad_saved and graded.numel:
         values = part_of(graded.num_bad_saved, graded.numel, "value")
         return f"{values} of the saved {graded.output} {are(graded.num_bad_saved)} non-finite"
-    return "the saved loss is non-finite" if found.step is not None and dump.saved_flags.loss is not None else None
+    flags = dump.saved_flags
+    named = ["loss"] if flags.loss is not None else flags.numbers
+    return (
+        f"the saved {join_first(named, 3)} {are(len(named))} non-finite" if found.step is not None and named else None
+    )
 
 
 def _measure(blank: Verification, step: FailingStep, query: Query, found: Diagnosed) -> Verification:

@@ -277,14 +277,6 @@ def ever_listed(name: str) -> list[str]:
     return [*{**_DATA["lists"], **_DATA["beside"]}[name]["ops"], *changed]
 
 
-def describe_lists(version: str) -> str:
-    """Return a sentence on whose lists a replay follows, "" if this torch has the same."""
-    then = minor_version(version)
-    if then is None or lists_of(then) == lists_of(TORCH):
-        return ""
-    return f"Autocast casts the operations that torch {then[0]}.{then[1]} lists."
-
-
 _RUNS_OF_LISTS: dict[str, Run] = {
     "lower_precision": _run_product,
     "several_products": _run_several_products,  # overrides some of lower_precision

@@ -50,7 +50,8 @@ class ClampArgument(SingleEdit):
         return f"{self._in_words()}{in_place(self.site)}"
 
     def _in_words(self) -> str:
-        what, op = _argument_in_words(self.site.op, self.argument), self.site.op
+        what = _argument_in_words(self.site.op, self.argument)
+        op = "the cast" if self.site.op in CASTS else self.site.op
         if self.weight:
             return f"Bound {self.weight} to {self._bounds_in_words()} before {op}"
         if self.nan and self.argument:

@@ -56,10 +56,17 @@ class Library:
     """What the writer asks about torch, which this room does not import.
 
     `has_module` tells the names of torch.nn's classes; `default_eps` gives the default eps of one of its functions.
+    `device` is the type of device whose autocast the training uses.
     """
 
     has_module: Callable[[str], bool]
     default_eps: Callable[[str], float | None]
+    device: str = "cuda"
+
+    @property
+    def off_autocast(self) -> str:
+        """The line that turns autocast off for the ops inside."""
+        return f'with torch.autocast("{self.device}", enabled=False):'
 
 
 class Editor:

@@ -20,8 +20,6 @@ from nandoctor.evidence.trace import LOSS, SourceLine
 from nandoctor.ops import CASTS, PRODUCTS
 from nandoctor.text import join_words
 
-OUT_OF_AUTOCAST = 'with torch.autocast("cuda", enabled=False):'
-"""Turns autocast off for the ops inside, for the type of device that the training runs on."""
 _WIDEN = """def widen(module, args, kwargs):
     def cast(value):
         return value.float() if torch.is_tensor(value) and value.is_floating_point() else value
@@ -57,15 +55,15 @@ class KeepModule(SingleEdit):
         return f"{self.module or 'the model'} without its submodules"
 
 
-def modules_in_fp32(paths: Collection[str], *, has_low_weights: bool) -> Snippet:
-    """Return the lines that keep modules in fp32 by hooks."""
+def modules_in_fp32(paths: Collection[str], *, has_low_weights: bool, device: str) -> Snippet:
+    """Return the lines that keep modules in fp32 by hooks; `device` is the type whose autocast the training uses."""
     # The names may come from a stranger's dump: as JSON they are string literals, whatever they contain.
     lines = [
         "import torch\n\n",
         _WIDEN,
         f"\nfor name in {json.dumps(list(paths))}:",
         "    module = model.get_submodule(name)",
-        '    module.forward = torch.autocast("cuda", enabled=False)(module.forward)',
+        f'    module.forward = torch.autocast("{device}", enabled=False)(module.forward)',
         "    module.register_forward_pre_hook(widen, with_kwargs=True)",
     ]
     if has_low_weights:
@@ -124,10 +122,10 @@ class KeepOp(SingleEdit):
             raise CannotWriteError
         if expression.is_whole(statement):
             change.replace(expression.node, widened)
-            change.wrap(statement, OUT_OF_AUTOCAST)
+            change.wrap(statement, change.library.off_autocast)
             return
         name = change.new_name("product", expression.node)
-        before = f"{OUT_OF_AUTOCAST}\n{change.tree.unit}{name} = {on_one_line(widened)}"
+        before = f"{change.library.off_autocast}\n{change.tree.unit}{name} = {on_one_line(widened)}"
         change.replace(expression.node, name, (before,))
 
 
@@ -162,7 +160,7 @@ class KeepLines(SingleEdit):
             change, statement = source.file(line.file), _statement_at(source, line)
             names = _widen_names(source, line, statement, method=method, wide=made)
             if self.off_autocast:
-                change.wrap(statement, OUT_OF_AUTOCAST)
+                change.wrap(statement, change.library.off_autocast)
             elif line is self.lines[-1]:
                 if not (names or made):
                     raise CannotWriteError
@@ -228,9 +226,16 @@ def _tensors_read(called: Iterable[Expression], *, items: bool) -> set[ast.expr]
     """Return the names, attributes and, with `items`, items that the expressions took their tensors from."""
     found: set[ast.expr] = set()
     for expression in called:
-        written = {expression.node.target} if isinstance(expression.node, ast.AugAssign) else set()
-        found.update(set(expression.tensors()) - written)
+        found.update(set(expression.tensors()) - {_written_by(expression.node)})
     return {node for node in found if isinstance(node, ast.Name | ast.Attribute) or (items and _is_item(node))}
+
+
+def _written_by(node: ast.AST) -> ast.expr | None:
+    """Return what an expression writes to in place: a cast copy would take that instead."""
+    if isinstance(node, ast.AugAssign):
+        return node.target
+    method = node.func if isinstance(node, ast.Call) else None
+    return method.value if isinstance(method, ast.Attribute) and method.attr.endswith("_") else None
 
 
 def _is_item(node: ast.expr) -> bool:

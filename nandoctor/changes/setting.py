@@ -41,6 +41,9 @@ class SetLossScale(SingleEdit):
     """Multiply the loss by another number before the backward pass."""
 
     size: ClassVar[int] = 5
+    why: ClassVar[str] = (
+        "That skips fewer steps at the start. A GradScaler raises its scale again: then it skips a step, as it should."
+    )
 
     kind: Literal["loss-scale"] = "loss-scale"
     value: float

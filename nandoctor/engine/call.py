@@ -122,6 +122,11 @@ class Mode:
     training: bool = True
 
     @property
+    def autocast_device(self) -> str:
+        """The type of device whose autocast the training used."""
+        return self.device.type if self.policy.name == "native" else "cuda"
+
+    @property
     def loss_factor(self) -> float:
         """The factor of the loss in the backward pass."""
         return self.loss_scale if self.loss_scale is not None else 1.0

@@ -27,7 +27,7 @@ from nandoctor.engine.call import Call, Mode
 from nandoctor.engine.module_state import is_large, widen_tensors
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.edits import Change, ChangedFile, OpSite, SingleEdit, Snippet, SourcePatch
-from nandoctor.evidence.trace import LOSS, Place, SourceLine
+from nandoctor.evidence.trace import LOSS, Place
 from nandoctor.ops import CASTS, UNFILLED
 from nandoctor.process_wide import held
 from nandoctor.torch_compat import tree_tensors, without_autocast
@@ -198,19 +198,14 @@ class _OpEdits:
             return site.module == owner.module and self._counts[owner, call.name] == site.nth
         # No module runs while the loss or the backward of a custom Function does.
         is_there = site.module == LOSS or owner.type in ("", site.type)
-        return is_there and _is_at(site.source)
+        found = find_lines().source if is_there else None
+        if found is None or (found.file, found.line) != (site.source.file, site.source.line):
+            return False
+        return site.source.column is None or found == site.source
 
 
 def _run_changed(edit: SingleEdit, call: Invocation, proceed: Proceed) -> Any:
     return edit.run(_Running(call, proceed))
-
-
-def _is_at(source: SourceLine) -> bool:
-    """Return True if the user's code is at this line and, if the source names one, in this expression."""
-    found = find_lines().source
-    if found is None or (found.file, found.line) != (source.file, source.line):
-        return False
-    return source.column is None or found == source
 
 
 class _Running:

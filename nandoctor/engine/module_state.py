@@ -305,15 +305,16 @@ class _State:
     def _keep(self, value: Any) -> None:
         if id(value) in self._seen:
             return
-        if _is(value, torch.Tensor):
+        kind = type(value)  # `isinstance` would ask the value, which may be a proxy
+        if issubclass(kind, torch.Tensor):
             self._seen[id(value)] = value
-            if hasattr(type(value), "__tensor_flatten__"):  # a wrapper, whose parts hold the memory
+            if hasattr(kind, "__tensor_flatten__"):  # a wrapper, whose parts hold the memory
                 self.undo.callback(setattr, value, "grad", value.grad if value.is_leaf else None)
                 for name in value.__tensor_flatten__()[0]:
                     self._keep(getattr(value, name))
             else:
                 self.tensors.append(value)
-        elif _is(value, nn.Module):
+        elif issubclass(kind, nn.Module):
             self._seen[id(value)] = value
             self._waiting.append(value)
         elif (undo := _undo_draws(value)) is not None:
@@ -335,11 +336,6 @@ class _State:
         return memory
 
 
-def _is(value: Any, kind: type) -> bool:
-    """Return True if the value's own type is this one; `isinstance` would ask the value, which may be a proxy."""
-    return issubclass(type(value), kind)
-
-
 def _put_back(container: Any, saved: Any) -> None:
     """Give a container its items again, in their order; one that has them is left alone, since a loop may be in it."""
     now, before = (list(chain.from_iterable(it.items()) if isinstance(it, dict) else it) for it in (container, saved))
@@ -351,13 +347,14 @@ def _put_back(container: Any, saved: Any) -> None:
 
 def _undo_draws(value: Any) -> Callable[[], object] | None:
     """Return a function that restores a random generator of the model's own; None for anything else."""
-    if _is(value, torch.Generator):
+    kind = type(value)
+    if issubclass(kind, torch.Generator):
         return partial(value.set_state, value.get_state())
-    if type(value) is random.Random:
+    if kind is random.Random:
         return partial(value.setstate, value.getstate())
-    if _is(value, np.random.RandomState):
+    if issubclass(kind, np.random.RandomState):
         return partial(value.set_state, value.get_state())
-    if _is(value, np.random.Generator):
+    if issubclass(kind, np.random.Generator):
         return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
     return None
 

@@ -18,7 +18,7 @@ from nandoctor.dumps.tensors import comparable_values
 from nandoctor.engine.module_state import list_nonfinite_state
 from nandoctor.engine.runner import CLOSELY, MODULES_ONLY, FailingStep, Outcome, Watch
 from nandoctor.engine.user_code import WRONG_CALL
-from nandoctor.errors import DumpError, ModelError
+from nandoctor.errors import DumpError, LossError, ModelError
 from nandoctor.evidence.formats import BF16, EDGE, FP16, FP32
 from nandoctor.evidence.report import Grade, ReplayAttempt, Reproduction
 from nandoctor.evidence.trace import Trace
@@ -190,10 +190,11 @@ def _is_guess(found: Replayed, preparation: Preparation) -> bool:
     is_said = any(said.get(name) is True for name in AUTOCAST_NAMES) or "amp_dtype" in said
     if is_said or preparation.steps[0].mode.loss_scale is not None:
         return False
-    if outputs.array is None:
+    array = outputs.array if outputs.array is not None else preparation.dump.arrays.get(found.reproduction.output or "")
+    if array is None:
         return outputs.graded is not None
-    values = comparable_values(outputs.array)
-    is_low = outputs.array.dtype in LOW_DTYPES
+    values = comparable_values(array)
+    is_low = array.dtype in LOW_DTYPES
     return bool(values.numel()) and not is_low and bool(are_round(values[torch.isfinite(values)]).all())
 
 
@@ -325,6 +326,8 @@ def _replay(steps: list[FailingStep], preparation: Preparation, *, is_first: boo
     try:
         is_known = step.mode.policy.ambient or step.low is FP32  # else its format is known after the run
         outcome = _run(step, preparation, backward=is_first and step.loss is not None and is_known)
+        if outcome.trace.raised is not None:
+            _refuse_wrong_call(step)
     except ModelError as error:
         if others and isinstance(error.__cause__, WRONG_CALL):
             with suppress(ModelError):  # if no call fits, the likeliest one's error is raised
@@ -340,6 +343,18 @@ def _replay(steps: list[FailingStep], preparation: Preparation, *, is_first: boo
     spoilt = [named for named in preparation.dump.arrays.items() if trace.finite and not all_finite(named[1])]
     unlike = tuple(named[0] for named in spoilt if not _agrees(grade(named, outcome.output)))
     return Replayed(step=step, trace=trace, random=outcome.random, reproduction=reproduction, unlike=unlike)
+
+
+def _refuse_wrong_call(step: FailingStep) -> None:
+    """Raise the error of a call that is wrong whatever the batch's values are: NaN in it would explain any error."""
+    zeros = {name: torch.nan_to_num(it, 0, 0, 0) for name, it in step.call.batch.items() if is_dense(it)}
+    with suppress(LossError):
+        try:
+            finite = replace(step.call, batch={**step.call.batch, **zeros})
+            replace(step, call=finite).run()
+        except ModelError as error:
+            if isinstance(error.__cause__, WRONG_CALL):
+                raise
 
 
 def _run(step: FailingStep, preparation: Preparation, *, backward: bool) -> Outcome:
@@ -415,6 +430,8 @@ def grade(saved: tuple[str, torch.Tensor] | None, output: Any, key: str | None =
         return Reproduction(grade="no-reference", output=name)
     found = ((path, leaf.detach()) for path, leaf in walk_tensors(output))
     leaves = {path: leaf for path, leaf in found if not leaf.is_nested and leaf.layout == torch.strided}
+    if not (reference.is_floating_point() or reference.is_complex()):  # flags made of a float output are not that
+        leaves = {path: leaf for path, leaf in leaves.items() if not leaf.is_floating_point()}
     path = _find_counterpart(key or name, reference, leaves)
     if path is None:
         # A loss need not be among the outputs.
@@ -466,12 +483,12 @@ def _judge(
 
 def _max_relative_error(replayed: torch.Tensor, reference: torch.Tensor) -> float | None:
     """Return the largest difference relative to the largest number; without numbers that stand for -inf in both."""
+    replayed, reference = replayed.double(), reference.double()  # flags and unsigned integers have no magnitude
     meant = _is_edge(replayed) & _is_edge(reference) & (replayed.sign() == reference.sign())
     replayed, reference = replayed[~meant], reference[~meant]
     if not reference.numel():
         return None
-    largest = reference.double().abs().max()
-    difference = (replayed.double() - reference.double()).abs().max()
+    largest, difference = reference.abs().max(), (replayed - reference).abs().max()
     return float(difference / largest) if largest > 0 else float(difference)
 
 

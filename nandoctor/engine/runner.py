@@ -209,8 +209,11 @@ def _record_once(step: FailingStep, watch: Watch, grad: bool, large: bool) -> tu
             recording.make(is_unwritten)
             random = draws()
         calls = with_nonfinite_state(recording.modules.calls(), recording.modules, step.model)
-    error, before = recording.raised, list_nonfinite_state(step.model) if recording.kept else ()
-    kept = {name: is_spoilt for name, is_spoilt in recording.kept.items() if name not in before}
+    error, kept = recording.raised, recording.kept
+    if kept:  # but for what the step began with
+        with restored(step.model), printed_changes(step.changes, step.model, step.loss):
+            before = list_nonfinite_state(step.model)
+        kept = {name: is_spoilt for name, is_spoilt in kept.items() if name not in before}
     return Outcome(
         trace=recording.trace(calls, kept),
         output=recording.output,
@@ -239,6 +242,7 @@ class _RecordedRun:
         self.gradients: Mapping[str, torch.Tensor] | None = None
         self.raised: Exception | None = None
         self._bad_gradients: tuple[TensorStats, ...] = ()
+        self._has_backward = False  # derivatives that the loss takes are no backward pass
 
     def make(self, is_unwritten: Callable[[torch.Tensor], bool]) -> None:
         """Run the step under the run's policy and edits, and read what it was given, what it made and what it wrote."""
@@ -279,8 +283,8 @@ class _RecordedRun:
             buffers=(buffers := frozenset(name for name, _ in step.model.named_buffers())),
             spoilt_buffers=tuple(name for name, is_spoilt in kept.items() if is_spoilt and name in buffers),
             built=step.built,
-            backward=self._backward.calls() if self._backward else (),
-            function_ops=self._backward.ops.calls() if self._backward else (),
+            backward=self._backward.calls() if self._backward and self._has_backward else (),
+            function_ops=self._backward.ops.calls() if self._backward and self._has_backward else (),
             bad_gradients=self._bad_gradients,
             num_samples=step.call.sample_count,
         )
@@ -295,6 +299,7 @@ class _RecordedRun:
                 # As torch does where a region ends. Up to 2.9, a reentrant checkpoint would compute again with weights
                 # that were cast without a graph, and give them no gradients.
                 torch.clear_autocast_cache()
+                self._has_backward = True
                 with user_code.kept_running(), torch.autocast(mode.device.type, enabled=False):
                     scale, keep, ends_early = mode.loss_factor, watch.keep, watch.ends_early
                     self._bad_gradients, self.gradients = run_backward(

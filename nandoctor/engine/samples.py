@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +25,7 @@ from nandoctor.evidence.edits import OpSite, SingleEdit
 from nandoctor.evidence.report import Origin
 from nandoctor.evidence.trace import Place, Trace
 from nandoctor.ops import CHECKED_FILLS
-from nandoctor.text import MAX_SAMPLES_LISTED, constant, number
+from nandoctor.text import MAX_SAMPLES_LISTED, number
 from nandoctor.torch_compat import running_node
 from nandoctor.tracing.dispatch_hook import Invocation, Proceed, find_lines
 from nandoctor.tracing.op_tracer import find_passed_on
@@ -33,6 +33,7 @@ from nandoctor.tracing.tensor_stats import all_finite, format_of, has_nonfinite,
 from nandoctor.trees import tree_map
 
 _OF_SAMPLES = Watch(stage="samples")
+_CLOSER = Watch(stage="closer look")
 _SPARE_RUNS = 6
 """Runs beyond the two for each halving that find one sample: for a second one, and where both halves fail."""
 _FEW = 3
@@ -66,7 +67,7 @@ class Symptom:
     def shows(self, step: FailingStep, samples: KeepSamples) -> bool:
         """Return True if the step fails again with some of its samples."""
         origin = self.origin
-        if origin.phase == "backward":
+        if origin.phase == "backward" or (origin.op is None and self.failing.finite):
             watch = replace(_OF_SAMPLES, statistics="none", backward=True, ends_early=True)
             return bool(step.run(self.policy, watch, (samples,)).trace.bad_gradients)
         if origin.op is None:
@@ -233,12 +234,19 @@ def _stands_alone(step: FailingStep, samples: tuple[int, ...], *, dim: int) -> b
 
 
 def _is_alike(before: torch.Tensor, after: torch.Tensor, dim: int) -> bool | None:
-    """Return True if `after` is `before`, moved by one along a dimension; None if it hardly varies along that."""
+    """Return True if `after` is `before`, moved by one along a dimension; None if it hardly varies along that.
+
+    What is computed of pairs, as of images and their captions, moves along two dimensions of one length.
+    """
     before, after = (values.detach().double().nan_to_num(0.0, 0.0, 0.0) for values in (before, after))
-    length = before.shape[dim] - 1
-    rows, moved = before.narrow(dim, 1, length), after.narrow(dim, 0, length)
-    varies, noise = float((rows - before.narrow(dim, 0, length)).abs().max()), _NOISE * float(before.abs().max())
-    return bool((rows - moved).abs().max() <= _ALIKE * varies) if varies > noise / _ALIKE else None
+    first, last = slice(None, -1), slice(1, None)
+    at = [(*[slice(None)] * dim, part) for part in (first, last)]
+    varies, noise = float((before[at[1]] - before[at[0]]).abs().max()), _NOISE * float(before.abs().max())
+    if varies <= noise / _ALIKE:
+        return None
+    is_square = before.shape[dim : dim + 2].count(before.shape[dim]) == 2
+    ways = [at, [(*place, place[-1]) for place in at]] if is_square else [at]
+    return any(bool((before[end] - after[begin]).abs().max() <= _ALIKE * varies) for begin, end in ways)
 
 
 def describe_difference(call: Call, guilty: tuple[int, ...]) -> str:
@@ -288,36 +296,7 @@ def _differ_by_sign(mine: torch.Tensor, theirs: torch.Tensor) -> str | None:
     return f"reaches {number(float(mine.min()))}, the others stay above 0" if is_negative else None
 
 
-def _differ_by_zeros(mine: torch.Tensor, theirs: torch.Tensor) -> str | None:
-    has_zeros = bool((mine == 0).any(1).all()) and not bool((theirs == 0).any())
-    return "has zeros, the others none" if has_zeros else None
-
-
-def _differ_by_range(mine: torch.Tensor, theirs: torch.Tensor) -> str | None:
-    """Describe single numbers beyond all others', such as a label out of range; others than whole ones far beyond."""
-    if mine.shape[1] > 1 or len(theirs) < _FEW:
-        return None
-    is_whole = all(bool((values == values.round()).all()) for values in (mine, theirs))
-    gap = 0.0 if is_whole else float(theirs.max() - theirs.min())
-    if mine.min() > theirs.max() + gap or mine.max() < theirs.min() - gap:
-        return f"is {_range(mine)}, the others {_range(theirs)}"
-    return None
-
-
-def _range(values: torch.Tensor) -> str:
-    return " to ".join(dict.fromkeys((constant(float(values.min())), constant(float(values.max())))))
-
-
-_DIFFERENCES = (
-    _differ_by_nan,
-    _differ_by_constancy,
-    _differ_by_size,
-    _differ_by_sign,
-    _differ_by_zeros,
-    _differ_by_range,
-)
-
-_ANY_NUMBER = 1.0
+_DIFFERENCES = (_differ_by_nan, _differ_by_constancy, _differ_by_size, _differ_by_sign)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,22 +321,29 @@ def _made_finite(op: RunningOp, given: Sequence[torch.Tensor], value: Any) -> An
     if passed_on is None:  # what was given may be anywhere
         return value
     made = ~torch.isfinite(value) & ~passed_on
-    return value.masked_fill_(made, _ANY_NUMBER) if op.is_mutable else value.masked_fill(made, _ANY_NUMBER)
+    return value.masked_fill_(made, 1.0) if op.is_mutable else value.masked_fill(made, 1.0)
+
+
+def trace_without(
+    step: FailingStep, sites: Iterable[OpSite], policy: Policy | None = None, watch: Watch = _CLOSER
+) -> Trace | None:
+    """Return the trace of a run in which all that these ops make is finite; None if it cannot be run."""
+    with suppress(ModelError, LossError):
+        return step.run(policy, watch, [_MakeFinite(site=site) for site in sites]).trace
+    return None
 
 
 def fails_without(step: FailingStep, failing: Trace, sites: Sequence[OpSite]) -> bool:
     """Return True if the step fails as in the run `failing` though all that these ops make is finite; also in doubt."""
-    policy = REFERENCE if failing.policy == REFERENCE.label else None
-    with suppress(ModelError, LossError):
-        edits = [_MakeFinite(site=site) for site in sites]
-        return step.run(policy, Watch(stage="closer look"), edits).trace.fails_as(failing)
-    return True
+    trace = trace_without(step, sites, REFERENCE if failing.policy == REFERENCE.label else None)
+    return trace is None or trace.fails_as(failing)
 
 
 def is_read(step: FailingStep, name: str) -> bool:
     """Return True if forward or loss reads this array of the batch: with no values in it, something is another."""
-    batch = step.call.batch
-    emptied = replace(step, call=replace(step.call, batch={**batch, name: batch[name][:0]}))
+    batch, array = step.call.batch, step.call.batch[name]
+    empty = torch.empty((0, *array.shape[1:]), dtype=array.dtype, device=array.device)  # a sparse one has no slices
+    emptied = replace(step, call=replace(step.call, batch={**batch, name: empty}))
     try:
         made, without = (it.run(watch=_OF_SAMPLES).trace for it in (step, emptied))
     except (ModelError, LossError):
@@ -377,16 +363,8 @@ def raises_anyway(step: FailingStep) -> bool:
         if before.refused or any(op.op in CHECKED_FILLS and not op.outputs_finite for op in before.trace.ops[-1:]):
             return False
         try:
-            after = step.run(None, Watch(stage="closer look"), [_MakeFinite(site=site) for site in sites])
+            after = step.run(None, _CLOSER, [_MakeFinite(site=site) for site in sites])
         except (ModelError, LossError) as error:  # nothing non-finite was left
             return before.trace.raised in [f"{type(it).__name__}: {it}" for it in (error, error.__cause__)]
         return after.trace.raised is not None and after.trace.raised == before.trace.raised
-    return False
-
-
-def gradients_fail_without(step: FailingStep, sites: Sequence[OpSite]) -> bool:
-    """Return True if gradients are non-finite though all that these ops make is finite; False in doubt."""
-    watch = Watch(stage="closer look", statistics="none", backward=True, ends_early=True)
-    with suppress(ModelError, LossError):
-        return bool(step.run(None, watch, [_MakeFinite(site=site) for site in sites]).trace.bad_gradients)
     return False

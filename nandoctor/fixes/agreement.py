@@ -66,12 +66,6 @@ class Result:
         """True if the output and the loss are finite."""
         return self.ran and all(map(self._is_finite, self.values))
 
-    @property
-    def only_loss_fails(self) -> bool:
-        """True if the loss is non-finite although the output is finite."""
-        finite = {name: self._is_finite(name) for name in self.values}
-        return self.ran and not finite.pop("loss", True) and all(finite.values())
-
     def _is_finite(self, name: str) -> bool:
         """Return True if a value is finite except for intended infinities."""
         value, meant = self.values[name], self.meant.get(name)

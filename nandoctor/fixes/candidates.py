@@ -14,7 +14,7 @@ from nandoctor.changes.batch import KeepSamples
 from nandoctor.changes.clamp import ClampArgument
 from nandoctor.changes.constant import SetArgument, SetAttribute
 from nandoctor.changes.keep_fp32 import KeepLines, KeepModule, KeepOp
-from nandoctor.changes.places import ancestors, site_of
+from nandoctor.changes.places import ancestors, descendants, singular_inputs, site_of
 from nandoctor.changes.setting import SetLossScale, UseFormat
 from nandoctor.changes.state import ResetBuffers
 from nandoctor.diagnosis.conclusion import Conclusion, Findings, Suspect
@@ -39,6 +39,8 @@ _LARGEST_EXPONENT = math.log(100)
 
 _MOST_LINES = 3
 """A variance, its root and the quotient by it: after that a value that did not fit is mostly gone."""
+_FAR = 30
+"""Steps of computation that so many lines hardly have."""
 
 _OTHER_FILL = 1000.0
 """A second replacement for NaN besides 0, to see that it makes no difference."""
@@ -64,8 +66,7 @@ def propose(findings: Findings, trials: Trials) -> Iterator[Candidate]:
         yield from _bounded_weights(findings)
         if len(leads) == 1:
             yield from specific(leads[0], trials.step.model)
-            if not _overflows_elsewhere(leads[0], findings):
-                yield from _in_fp32(leads[0], findings, trials)
+            yield from _in_fp32(leads[0], findings, trials)
         elif 1 < len(leads) <= MAX_LEADS:
             yield from _combined(leads, findings, trials)
         if trials.step.loss is not None and any(lead.site.module == LOSS for lead in leads):
@@ -123,23 +124,36 @@ def _bounded_weights(findings: Findings) -> Iterator[Candidate]:
 
 
 def wider_lines(leads: Sequence[Suspect], findings: Findings, wide: FloatFormat) -> Iterator[Candidate]:
-    """Yield the lines around the first origin, shortest first: from where a value is rounded to where it fits again."""
+    """Yield the lines around the first origin, shortest first: from where a value is rounded to where it fits again.
+
+    Those that its value goes through are tried first: what lies between them may have nothing to do with it.
+    """
     off_autocast = wide is FP32 and findings.trace.policy != "none"
-    site, origin = _first_in_code(leads)
-    ops = (op for op in findings.ops if op.phase != "backward" and site is not None and op.place.module == site.module)
-    for lines in (_lines_of(ops), _lines_of(findings.inside)):
+    site = next((lead.site for lead in leads if lead.site.source is not None), None)
+    if site is None or site.source is None:
+        return
+    forward, origin = [op for op in findings.ops if op.phase != "backward"], site.source.whole
+    way = {op.order for made in forward if site_of(made) == site for op in _on_the_way(made, forward)}
+    ops = [op for op in forward if op.place.module == site.module]
+    tried = set[tuple[SourceLine, ...]]()
+    for lines in (_lines_of(op for op in ops if op.order in way), _lines_of(ops), _lines_of(findings.inside)):
         if origin in lines:
             place = lines.index(origin)
             starts = range(max(place - _MOST_LINES + 1, 0), place + 1)
             spans = product(starts, range(place + 1, place + _MOST_LINES + 1))
             for start, end in sorted(spans, key=lambda span: (span[1] - span[0], -span[0])):
-                yield (KeepLines(lines=tuple(lines[start:end]), format=wide, off_autocast=off_autocast),)
+                chosen = tuple(lines[start:end])
+                if chosen not in tried:
+                    tried.add(chosen)
+                    yield (KeepLines(lines=chosen, format=wide, off_autocast=off_autocast),)
 
 
-def _first_in_code(leads: Sequence[Suspect]) -> tuple[OpSite | None, SourceLine | None]:
-    """Return the site of the first lead that a line of code is known of, and that line."""
-    site = next((lead.site for lead in leads if lead.site.source is not None), None)
-    return site, site.source.whole if site is not None and site.source is not None else None
+def _on_the_way(made: OpCall, ops: Sequence[OpCall]) -> Iterator[OpCall]:
+    """Yield an op, those behind the arguments in which it is singular, and those that what it makes goes through."""
+    yield made
+    for tensor in singular_inputs(made) or made.inputs:
+        yield from ancestors(ops, tensor, _FAR)
+    yield from descendants(ops, made.order, _FAR)
 
 
 def _lines_of(ops: Iterable[OpCall]) -> list[SourceLine]:
@@ -156,12 +170,6 @@ def overflowing_products(findings: Findings) -> list[OpCall]:
     failing |= {lead.site.module for lead in findings.conclusion.suspects}
     ops = (op for op in findings.reference.ops if op.op in PRODUCTS and op.place.module in failing)
     return [op for op in ops if any((stats.absmax or 0.0) > findings.trace.format.max for stats in op.outputs)]
-
-
-def _overflows_elsewhere(lead: Suspect, findings: Findings) -> bool:
-    """Return True if a product that no line of the lead's module calls passes the limit too, so that it fails next."""
-    others = (op for op in overflowing_products(findings) if not is_below(op.place.module, lead.site.module))
-    return any(op.source is None or line_of(site_of(op)).source != line_of(lead.site).source for op in others)
 
 
 def by_lines(kept: tuple[KeepModule, ...], findings: Findings, model: nn.Module) -> Iterator[Edit]:

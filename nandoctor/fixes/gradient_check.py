@@ -118,7 +118,10 @@ class GradientCheck:
             # happens without the failure at the highest.
             larger = min((usual for usual in self._scales(change) if usual > scale), default=scale)
             excused = scale < larger and self._overflows_anyway(larger)
-            aside = self._describe_unknown(scale, larger if excused else highest, excused=excused)
+            if excused:
+                aside = f"; at {number(larger)} they overflow without the failure too"
+            elif scale < highest:  # what fits at the highest fits at all lower ones
+                aside = f"; not at {number(highest)}, with which GradScaler begins"
             if scale < min(_LEAST_SCALE, highest) and not excused:
                 return Said("failed", told + aside)
         references = self._references(change, made)
@@ -139,15 +142,6 @@ class GradientCheck:
         if norm <= LARGEST_SQUARED if is_surrogate else not self._is_made_up(lambda run: run.gradient_norm, made):
             return None
         return f"finite, but with a norm of {number(norm)}, which only the change produces"
-
-    @staticmethod
-    def _describe_unknown(scale: float, larger: float, *, excused: bool) -> str:
-        """Describe a scale that was chosen because the training's is unknown; at `larger` the gradients overflow."""
-        if scale == larger:
-            return ""  # what fits at this scale fits at all lower ones
-        if excused:
-            return f"; at {number(larger)} they overflow without the failure too"
-        return f"; not at {number(larger)}, with which GradScaler begins"
 
     def judge_growth(self, change: Change, scale: float | None) -> Said:
         """Check that the gradients stay finite when GradScaler doubles its scale twice."""

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -82,12 +82,10 @@ def _look(step: FailingStep, findings: Findings) -> Findings:
     left = [name for name in left if _is_unmeant(hidden[f"kept.{name}"], whole, reference)]
     spoilt = tuple(dict.fromkeys((*findings.trace.spoilt_buffers, *(name for name in left if name in whole.buffers))))
     findings = replace(findings, trace=replace(findings.trace, spoilt_buffers=spoilt))
-    left = [name for name in left if name not in spoilt]
-    saved = step.model.state_dict().keys()  # what a checkpoint keeps is kept for something
-    buffers = [name for name in spoilt if name not in saved and step.loss is not None]
-    uses = _find_uses(step, [*left, *buffers])
-    kept = [f"kept.{name}" for name in left if uses[name] == "read"]
-    idle = [name for name, use in uses.items() if use == "idle" and step.loss is not None]
+    names = [*dict.fromkeys((*left, *spoilt))]
+    taken_later, read_later = _find_uses(step, names)
+    kept = [f"kept.{name}" for name in left if name in read_later]
+    idle = [name for name in names if name not in taken_later and step.loss is not None]
     findings = _told_of_idle(findings, idle)
     taken = {
         path: site
@@ -134,15 +132,13 @@ def _told_of_idle(findings: Findings, names: Sequence[str]) -> Findings:
     return replace(findings, trace=replace(findings.trace, spoilt_buffers=others), notes=(*findings.notes, note))
 
 
-_Use = Literal["idle", "taken", "read"]
-"""What becomes of a value that a forward leaves: no op of a second forward takes it; one does, and the output does not
-depend on it; or it does, or a loss elsewhere may send gradients through the value."""
+def _find_uses(step: FailingStep, names: Sequence[str]) -> tuple[Set[str], Set[str]]:
+    """Return which of these buffers and attributes a second forward takes, and which it depends on.
 
-
-def _find_uses(step: FailingStep, names: Sequence[str]) -> dict[str, _Use]:
-    """Return what becomes of the buffers and attributes in a second forward, as in training and as in evaluation."""
+    It runs as in training and as in evaluation. A loss elsewhere may send gradients through what has a graph.
+    """
     if not names:
-        return {}
+        return set(), set()
     paths = frozenset(f"kept.{name}" for name in names)
     again = Exposing(step=step, only=paths).exposed.run(watch=replace(_RESULTS, backward=True))
     with_graph = {name for name, tensor in again.output.kept.items() if tensor.requires_grad}
@@ -151,12 +147,11 @@ def _find_uses(step: FailingStep, names: Sequence[str]) -> dict[str, _Use]:
         try:
             as_left = continued(step, names, training=training, taken=taken).run(watch=_RESULTS)
         except (LossError, ModelError):  # a model may be called only once
-            return dict.fromkeys(names, "read")
+            return set(names), set(names)
         ways = range(WAYS) if taken else ()
         replaced = (continued(step, taken, training=training, way=way, taken=set()) for way in ways)
         depends = depends or as_left.trace.raised is not None or not _are_same(as_left, replaced)
-    read = with_graph | (taken if depends else set())
-    return {name: "read" if name in read else "taken" if name in taken else "idle" for name in names}
+    return with_graph | taken, with_graph | (taken if depends else set())
 
 
 def _are_same(first: Outcome, others: Iterable[FailingStep]) -> bool:

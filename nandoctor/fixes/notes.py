@@ -11,7 +11,6 @@ from torch import nn
 from nandoctor.causes.log_space import STABLE_FORM
 from nandoctor.causes.registry import find_page
 from nandoctor.causes.sentences import operand, subject
-from nandoctor.changes.places import maker_of
 from nandoctor.changes.setting import UseFormat
 from nandoctor.diagnosis.conclusion import Findings
 from nandoctor.diagnosis.growth import key_of
@@ -47,19 +46,9 @@ def describe_search(
         yield "No change that was tried keeps what the formula means."
         yield f"A workaround (`nandoctor fix --pick 1`): {workaround.title}. But {workaround.workaround}."
     elif ranked and not verified:
-        yield f"No change helped: {plural(len(ranked), 'change')} tried. {_describe_failures(ranked)}"
+        yield f"No change helped: {plural(len(ranked), 'change')} tried."
     if ranked and not verified and (advice := by_hand(findings)):
         yield advice
-
-
-def _describe_failures(tried: Sequence[Fix]) -> str:
-    """Describe why no change is a fix: none is finite, the nearest is too far off, or another check failed."""
-    if math.isinf(min(map(distance_of, tried))):
-        return "With each of them the step is non-finite or cannot be run."
-    failed = (check for fix in sorted(tried, key=distance_of) for check in fix.checks if check.status == "failed")
-    if (check := next(failed, None)) is not None:
-        return f"The nearest one failed a check ({check.name}): {check.text}."
-    return "Some give the right output, but could not be written as code."
 
 
 def distance_of(fix: Fix) -> float:
@@ -96,7 +85,6 @@ def by_hand(findings: Findings) -> str:
 
 _LEAST_LEFT = 1e-3
 """The share of the distance outside that is left in float64 if rounding did not make it; of rounding 2e-9 is."""
-_SUMS = {"add": "plus", "sub": "minus"}
 
 
 def find_program_error(findings: Findings, trials: Trials) -> str | None:
@@ -113,45 +101,16 @@ def find_program_error(findings: Findings, trials: Trials) -> str | None:
     name = DOMAINS[exact.op].argument
     taken = operand(exact, name) or f"the argument of {exact.op}"
     return (
-        f"The program is wrong here: {taken} is outside the domain of {subject(exact)} by {_describe_distance(exact)} "
-        f"in float64 too, so no rounding made it. {_describe_terms(exact, traces[0].ops)}A clamp would only hide that."
+        f"The program is wrong here: {taken} is outside the domain of {subject(exact)} by {number(_outside(exact))} "
+        "in float64 too, so no rounding made it. A clamp would only hide that."
     )
 
 
 def _outside(op: OpCall) -> float:
-    """Return how far the op's argument is outside its domain, 0 if it is inside or on the edge."""
-    return max(_distances(op))
-
-
-def _distances(op: OpCall) -> tuple[float, float]:
-    """Return how far the nearest and the furthest element of the op's argument are outside its domain."""
+    """Return how far the furthest element of the op's argument is outside its domain, 0 if all are inside."""
     domain = DOMAINS.get(op.op)
     taken = op.find_input(domain.argument) if domain is not None else None
     stats = taken.stats if taken is not None else None
     if domain is None or stats is None or stats.min is None or stats.max is None:
-        return 0.0, 0.0
-    below, above = (domain.low - stats.max, domain.low - stats.min), (stats.min - domain.high, stats.max - domain.high)
-    nearest, furthest = max(below, above, key=max)
-    return max(nearest, 0.0), max(furthest, 0.0)
-
-
-def _describe_distance(op: OpCall) -> str:
-    nearest, furthest = map(number, _distances(op))
-    return furthest if nearest in ("0", furthest) else f"{nearest} to {furthest}"
-
-
-def _describe_terms(op: OpCall, ops: Sequence[OpCall]) -> str:
-    """Describe the sum or difference that the argument is, with the range of each term; "" if it is none."""
-    maker = maker_of(op.find_input(DOMAINS[op.op].argument), ops)
-    if maker is None or maker.op not in _SUMS:
-        return ""
-    terms = [_describe_term(maker, name) for name in ("self", "other")]
-    return f"It is {f' {_SUMS[maker.op]} '.join(terms)}. "
-
-
-def _describe_term(op: OpCall, name: str) -> str:
-    given = op.find_input(name)
-    if given is None or given.stats is None:
-        return number(dict(op.scalars).get(name, 0.0))
-    low, high = (number(limit) for limit in (given.stats.min, given.stats.max) if limit is not None)
-    return f"{operand(op, name) or 'a term'} ({low} to {high})"
+        return 0.0
+    return max(domain.low - stats.min, stats.max - domain.high, 0.0)

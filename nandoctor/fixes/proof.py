@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from nandoctor.engine.runner import FailingStep
+from nandoctor.engine.samples import trace_without
 from nandoctor.evidence.edits import Change, Edit, flatten, only_widens
 from nandoctor.evidence.formats import BF16
 from nandoctor.evidence.report import Check
@@ -202,10 +203,6 @@ def _judge_float64(proof: Proof) -> Said | None:
     return None
 
 
-def _judge_loss(proof: Proof) -> Said:
-    return proof.verifier.gradients.judge_loss(proof.made)
-
-
 def _judge_buffers(proof: Proof) -> Said | None:
     """Refuse a change that leaves state of the model non-finite which fp32 leaves finite."""
     spoilt = proof.trials.list_spoilt(proof.made)
@@ -282,10 +279,6 @@ def _describe_diluted(proof: Proof) -> str | None:
     meaning = replace(proof.verifier.meaning, trials=alone)
     is_known = made.ran and meaning.limit is not None  # where all that they hold is 0, nothing is moved
     return meaning.describe_replaced(proof.change, made, proof.edit) if is_known else None
-
-
-def _judge_growth(proof: Proof) -> Said:
-    return proof.verifier.gradients.judge_growth(proof.change, proof.scale)
 
 
 def _judge_healthy(proof: Proof) -> Said:
@@ -410,16 +403,17 @@ def _error_of_gradients(proof: Proof, made: Result, exact: Result) -> float:
 
 
 def _judge_alone(proof: Proof) -> Said:
-    """Judge as a variation, but excuse a loss (of pairs, say) that is not finite for so few samples."""
+    """Judge as a variation, but excuse what fails elsewhere for so few samples, as a loss of pairs or of no labels."""
     alone, others = proof.verifier.others.guilty_alone, proof.verifier.others.others_alone
     said = _judge_on(proof, alone)
     if said.status != "failed":
         return said
-    if others is not None and not others.run().finite:
-        if _judge_on(proof, others).status == "failed":
-            return Said("not-checked", "without the change, the same number of the samples that were fine fails too")
-    elif alone is not None and alone.reference(proof.change).only_loss_fails:
-        return Said("not-checked", "their output alone is finite in fp32, but their loss is not")
+    if others is not None and not others.run().finite and _judge_on(proof, others).status == "failed":
+        return Said("not-checked", "without the change, the same number of the samples that were fine fails too")
+    sites = [single.site for single in flatten((proof.edit,)) if hasattr(single, "site")]
+    without = trace_without(alone.step, sites) if sites and alone is not None else None
+    if without is not None and not without.finite:
+        return Said("not-checked", "alone they fail at another operation, too")
     return said
 
 
@@ -489,11 +483,11 @@ def _judge_hidden(proof: Proof) -> Said | None:
 CRITERIA: tuple[tuple[str, Callable[[Proof], Said | None]], ...] = (
     ("output", _judge_output),
     ("float64", _judge_float64),
-    ("loss", _judge_loss),
+    ("loss", lambda proof: proof.verifier.gradients.judge_loss(proof.made)),
     ("buffers", _judge_buffers),
     ("gradients", _judge_gradients),
     ("gradient direction", _judge_direction),
-    ("loss scale", _judge_growth),
+    ("loss scale", lambda proof: proof.verifier.gradients.judge_growth(proof.change, proof.scale)),
     ("limit", _judge_limit),
     ("healthy samples", _judge_healthy),
     ("values at the edge", _judge_edge),

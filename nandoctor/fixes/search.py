@@ -165,7 +165,9 @@ class _Search:
         # If the forward fails, the search looks at it alone.
         self._trials = Trials(step, budget, numerics=numerics, backward=findings.trace.finite, fails=fails)
         self._guilty = findings.guilty or ()
-        self._writer = ChangeWriter(step.model, step.loss, findings.ops, findings.inside)
+        self._writer = ChangeWriter(
+            step.model, step.loss, findings.ops, findings.inside, device=step.mode.autocast_device
+        )
         self._verifier = self._new_verifier()
         self._untried = [_CHANGES, _FP32_SETS, _SETTINGS]
         self._tried: list[Fix] = []
@@ -187,15 +189,11 @@ class _Search:
         self._attempt(propose(self._findings, self._trials), self._tried)
         self._untried.remove(_CHANGES)
         if self._findings.verdict == "numerics" and not self._succeeded:
-            self._try_fp64()
+            whole = self._trials.look(UseFormat(format=FP64))
+            if whole is not None and whole.finite:
+                self._try_lines(FP64)
         if self._findings.verdict == "numerics" and not self._succeeded:
             self._try_later_origins()
-
-    def _try_fp64(self) -> None:
-        """Try lines in fp64 until some pass, if the whole step in fp64 is finite."""
-        whole = self._trials.look(UseFormat(format=FP64))
-        if whole is not None and whole.finite:
-            self._try_lines(FP64)
 
     def _try_lines(self, wide: FloatFormat) -> None:
         leads = distinct_leads(self._findings.conclusion, self._step.model)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from nandoctor.dumps.stored_tensor import is_dense
+from nandoctor.dumps.tensors import comparable_values
 from nandoctor.engine.call import Batch, Call
 from nandoctor.engine.module_state import is_large
 from nandoctor.engine.reproduction import is_flags
@@ -62,7 +63,8 @@ def scaled(call: Call, names: frozenset[str], factor: float) -> Call | None:
 def _changed(call: Call, names: frozenset[str], change: Callable[[torch.Tensor], torch.Tensor]) -> Call | None:
     """Return the call with the named arrays of real numbers changed; None if there are none."""
     dense = {name: value for name, value in call.batch.items() if name in names and is_dense(value)}
-    changed = {name: change(value) for name, value in dense.items() if value.is_floating_point()}
+    numbers = {name: value for name, value in dense.items() if value.is_floating_point()}
+    changed = {name: change(comparable_values(value)).to(value.dtype) for name, value in numbers.items()}
     return replace(call, batch={**call.batch, **changed}) if changed else None
 
 

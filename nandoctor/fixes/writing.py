@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -52,11 +52,13 @@ class WrittenChange:
 class ChangeWriter:
     """A writer of the changes of one step."""
 
-    def __init__(self, model: nn.Module, loss: Any, ops: Sequence[OpCall], inside: Sequence[OpCall] = ()) -> None:
-        self._model = model
+    def __init__(
+        self, model: nn.Module, loss: Any, ops: Sequence[OpCall], inside: Sequence[OpCall] = (), *, device: str = "cuda"
+    ) -> None:
+        self._model, self._device = model, device
         self._low = {path for path, module in model.named_modules() if _is_low(module)}
         names_in = partial(_known_names, model=model, loss=loss)
-        self._source = SourceWriter(ops, _TORCH, names_in, inside=inside)
+        self._source = SourceWriter(ops, replace(_TORCH, device=device), names_in, inside=inside)
 
     def write(self, edit: Edit) -> Iterator[WrittenChange]:
         """Yield every runnable way to write an edit, the least invasive first; nothing if there is none."""
@@ -72,7 +74,7 @@ class ChangeWriter:
                 at_edge=self._source.probe(singles, to_edges),
                 past_bound=self._source.probe(singles, past_bound),
             )
-        if (settings := _settings_of(singles)) is not None:
+        if (settings := _settings_of(singles, FixSettings(device=self._device))) is not None:
             yield WrittenChange(kind="setting", title=title, text="", settings=settings)
         if (snippet := self._snippet(singles)) is not None:
             yield WrittenChange(kind=snippet.kind, title=title, text=snippet.text, change=snippet)
@@ -81,7 +83,7 @@ class ChangeWriter:
         modules = [edit for edit in edits if isinstance(edit, KeepModule) and edit.children and edit.module != LOSS]
         if len(modules) == len(edits):
             paths = [edit.module for edit in modules]
-            return modules_in_fp32(paths, has_low_weights=not self._low.isdisjoint(paths))
+            return modules_in_fp32(paths, has_low_weights=not self._low.isdisjoint(paths), device=self._device)
         if len(edits) == 1:
             return edits[0].snippet(self._model)
         parts = [self._snippet([edit]) for edit in edits]
@@ -104,8 +106,7 @@ def _is_low(module: nn.Module) -> bool:
     return any(tensor.is_floating_point() and tensor.element_size() == 2 for tensor in module.parameters())
 
 
-def _settings_of(edits: Sequence[SingleEdit]) -> FixSettings | None:
-    settings: FixSettings | None = FixSettings()
+def _settings_of(edits: Sequence[SingleEdit], settings: FixSettings | None) -> FixSettings | None:
     for edit in edits:
         settings = edit.set_in(settings) if settings is not None else None
     return settings

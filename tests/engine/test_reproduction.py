@@ -43,6 +43,9 @@ GRADES = {
     "NaN of other bits": (BITS, BITS.flip(0), "exact", None),
     "complex": (COMPLEX, COMPLEX, "exact", 0.0),
     "complex, off by i": (COMPLEX, COMPLEX + 1j, "same-mask", 0.25),
+    "flags": (torch.tensor([True, False]), torch.tensor([True, True]), "same-mask", 1.0),
+    "unsigned": (torch.tensor([4, 2]).to(torch.uint16), torch.tensor([4, 3]).to(torch.uint16), "same-mask", 0.25),
+    "flags of numbers": (torch.tensor([True, False]), [0.5, -0.5], "no-reference", None),
     "nothing finite": ([NAN, NAN], [NAN, NAN], "exact", None),
     "zeros, off by a quarter": ([0.0, 0.0], [0.25, 0.0], "same-mask", 0.25),
     "rounded as it was saved": (torch.tensor([0.1, NAN]).half(), [0.1, NAN], "exact", 0.0),
@@ -71,29 +74,19 @@ def other(tensor):
     return torch.zeros_like(tensor)
 
 
-@pytest.mark.parametrize(
-    "output",
-    [
-        {"logit": SAVED, "aux": other(SAVED)},
-        {"aux": other(SAVED), "logits": SAVED},
-        {"heads": {"logit": SAVED, "aux": other(SAVED)}},
-        Prediction(SAVED, [other(SAVED)]),
-        (other(SAVED)[0], SAVED),
-        Pair(other(SAVED)[:1], SAVED),
-        [SAVED, torch.nested.nested_tensor([SAVED], layout=torch.jagged)],
-        (other(SAVED)[:, None], SAVED),
-    ],
-    ids=[
-        "dict",
-        "plural",
-        "nested dict",
-        "dataclass",
-        "tuple by shape",
-        "named tuple by shape",
-        "beside a nested one",
-        "beside one with another dimension",
-    ],
-)
+COUNTERPARTS = {
+    "dict": {"logit": SAVED, "aux": other(SAVED)},
+    "plural": {"aux": other(SAVED), "logits": SAVED},
+    "nested dict": {"heads": {"logit": SAVED, "aux": other(SAVED)}},
+    "dataclass": Prediction(SAVED, [other(SAVED)]),
+    "tuple by shape": (other(SAVED)[0], SAVED),
+    "named tuple by shape": Pair(other(SAVED)[:1], SAVED),
+    "beside a nested one": [SAVED, torch.nested.nested_tensor([SAVED], layout=torch.jagged)],
+    "beside one with another dimension": (other(SAVED)[:, None], SAVED),
+}
+
+
+@pytest.mark.parametrize("output", COUNTERPARTS.values(), ids=COUNTERPARTS)
 def test_the_counterpart_is_found_by_name_then_by_shape(output):
     assert grade_of(output).grade == "exact"
 
@@ -160,4 +153,4 @@ def test_saved_outputs_go_by_name_the_users_first(names, key, expected):
 def test_an_output_that_is_not_there_lists_what_is():
     with pytest.raises(DumpError, match="no array 'thing'") as caught:
         saved_outputs({"image": SAVED, "mask": SAVED}, "thing")
-    assert "image, mask" in caught.value.remedy
+    assert "image and mask" in caught.value.remedy

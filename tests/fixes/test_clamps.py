@@ -5,7 +5,7 @@ import runpy
 import pytest
 import torch
 from made_traces import make_step
-from projects import EYE
+from projects import EYE, failures
 from torch import nn
 
 from nandoctor.autocast.policy import REFERENCE
@@ -29,10 +29,6 @@ def fixes(body, x, project):
     return project.replay(max_trials=60).fixes
 
 
-def failed(fix):
-    return [check.name for check in fix.checks if check.status == "failed"]
-
-
 @pytest.mark.parametrize(
     ("body", "top"),
     [
@@ -46,7 +42,7 @@ def test_a_clamp_by_which_scores_would_tie_is_refused(body, top, project):
     clamps = [fix for fix in fixes(body, rows, project) if fix.kind == "source" and "clamp(max=" in fix.patch]
     assert top == 900.0 or len(clamps) == 1  # past float64's range none may be left to show
     for clamp in clamps:
-        assert (clamp.outcome.finite, failed(clamp)) == (True, ["exponents past the bound"])
+        assert (clamp.outcome.finite, failures(clamp)) == (True, ["exponents past the bound"])
 
 
 def test_a_power_of_zero_is_left_out_before_it_is_bounded(project):

@@ -5,17 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from projects import eye
+from projects import eye, failures
 from tiny_models import Eye
 from torch import nn
 
 from nandoctor.fixes.proof import CRITERIA
 
 DOCS = Path(__file__).parents[2] / "docs"
-
-
-def failures(fix):
-    return [check.name for check in fix.checks if check.status == "failed"]
 
 
 def test_a_clamp_that_float64_contradicts_is_no_fix(replay_step):
