@@ -80,3 +80,8 @@ class Project:
 def added(fix):
     """The lines that the diff of a fix adds."""
     return [line[1:].strip() for line in fix.patch.splitlines()[2:] if line.startswith("+")]
+
+
+def failures(fix):
+    """The names of the checks that a fix failed."""
+    return [check.name for check in fix.checks if check.status == "failed"]

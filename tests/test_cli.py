@@ -4,6 +4,7 @@ import json
 import math
 import shlex
 import sys
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import nn
 from nandoctor import cli
 from nandoctor.cli import find_verb
 from nandoctor.step.settings import OPTIONS
+from nandoctor.views.fixes import command_arguments
 
 IMAGE = np.ones((2, 4), np.float32)
 NONFINITE = np.full((2, 4), np.nan, np.float32)
@@ -179,6 +181,13 @@ def test_every_setting_can_be_given_by_its_flag(monkeypatch):
         **{"amp_dtype": "bfloat16", "policy": "native", "mode": "eval", "device": "cuda:1"},
         **{"max_trials": math.inf, "time": 0.0, "fixes": False, "weights": "step7.pt"},
     }
+
+
+def test_an_argument_that_is_an_object_is_typed_as_it_was():
+    given = {"model": "m.py:f", "model_args": {"cfg": "m.py:CFG", "width": 4}}
+    flags = ("--model", "m.py:f", "--model-arg", "cfg=m.py:CFG", "--model-arg", "width=4")
+    assert command_arguments(Path("a.pth"), given) == ("a.pth", *flags)
+    assert command_arguments(Path("a.pth"), {"model_args": {"cfg": object()}}) == ()
 
 
 def test_several_files_are_written_and_named_on_standard_error(workplace):

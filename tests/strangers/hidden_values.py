@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from strangers.rows import Rows
-from strangers.visits import normal
+from strangers.visits import mean, normal
 
 rows = Rows()
 BATCH = {"x": normal(4, 4)}
@@ -36,6 +36,7 @@ def nan(h):
 
 
 @hiding("numerics . div division-by-zero", says=(FINITE,))
+@hiding("numerics . div division-by-zero", name="keeps_what_another_loss_may_read", loss=mean)
 def kept_in_a_dict(model, h):
     model.memory["h"] = nan(h)
     return h
@@ -175,6 +176,7 @@ def kept_by_a_closure():
 
 
 @hiding("cannot-tell", says=("div (",))
+@hiding("healthy", name="logs_a_number", loss=mean)
 def leaves_torch(model, h):
     model.memory["mean"] = nan(h).mean().item()
     return h
@@ -185,10 +187,6 @@ def overflow_that_leaves_torch(model, h):
     squares = (h * 1000) ** 2
     model.memory["spread"] = (squares.half() - squares.half()).mean().item()
     return h
-
-
-def mean(output, _):
-    return output.mean()
 
 
 @hiding("healthy", loss=mean, says=("depends on that",))
@@ -203,7 +201,7 @@ def keeps_in_a_buffer_what_nothing_reads(model, h):
     return h
 
 
-@hiding("cannot-tell", loss=mean, says=("the buffer `seen`",))
+@hiding("numerics . div division-by-zero", loss=mean, fix="none")
 def keeps_in_a_buffer_what_the_next_step_reads(model, h):
     return keeps_in_a_buffer_what_nothing_reads(model, h * model.seen)
 
@@ -221,18 +219,6 @@ def keeps_what_evaluation_reads(model, h):
         model.memory["h"] = nan(h.detach())
         return h
     return h + model.memory["h"]
-
-
-@hiding("numerics . div division-by-zero", loss=mean)
-def keeps_what_another_loss_may_read(model, h):
-    model.memory["h"] = nan(h)
-    return h
-
-
-@hiding("healthy", loss=mean)
-def logs_a_number(model, h):
-    model.memory["mean"] = nan(h).mean().item()
-    return h
 
 
 @hiding("cannot-tell", loss=mean, says=("div (",))

@@ -41,6 +41,34 @@ def with_a_row(*kept):
     return {"tokens": normal(2, 3, 4), "keep": keep}
 
 
+def labelled(scores, labels):
+    return F.cross_entropy(scores.flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+
+@rows(
+    "numerics . softmax fully-masked-softmax",
+    {
+        "tokens": normal(3, 2, 4),
+        "keep": torch.tensor([[1], [0], [1]]),
+        "labels": torch.tensor([[1, 2], [-100] * 2, [0, 3]]),
+    },
+    fix="verified *",
+    samples=(1,),
+)
+class NothingIsLabelled(nn.Module):
+    """A sample that is masked throughout has no labels either: alone, its loss is the mean of nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(4, 4)
+
+    def forward(self, tokens, keep, labels):
+        hidden = self.embed(tokens)
+        scores = (hidden @ hidden.mT).masked_fill(keep[:, None] == 0, -torch.inf)
+        made = scores.softmax(-1) @ hidden
+        return {"loss": labelled(made, labels), "made": made}
+
+
 def bounds_the_value(report):
     return not report.fixes or any(fix.verified and "-10000" in fix.patch for fix in report.fixes)
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import nandoctor
 from strangers.rows import Rows
-from strangers.visits import mean, normal
+from strangers.visits import mean, mean_square, normal
 
 rows = Rows()
 
@@ -46,10 +46,6 @@ def step(name, words, batch, layers=body, *, autocast=False, **more):
         return type("Net", (Base,), {"forward": forward})(layers)
 
     return rows(words, saved(batch, autocast), make=make, name=name, mode=None, **more)
-
-
-def mean_square(output, _batch):
-    return output.square().mean()
 
 
 def scaled(layer, gain):
@@ -119,23 +115,10 @@ def capped(self, x, width):
     return torch.minimum(inverse, torch.full_like(inverse, 3.0))
 
 
-@removed("an assignment by mask", TRAP.format("div"), "/ width")
-def assigned(self, x, width):
-    ratio = self.body(x) / width
-    ratio[width.expand_as(ratio) == 0] = 0
-    return ratio
-
-
 @removed("a product with a mask", TRAP.format("sqrt"), "torch.sqrt", loss=mean)
 def multiplied(self, x, width):
     root = torch.sqrt(self.body(x).square() * width)
     return root * 0.5 * (width > 0).float()
-
-
-@removed("an index by mask", TRAP.format("log"), "torch.log")
-def picked(self, x, width):
-    logs = torch.log(self.body(x).square() * width)
-    return logs[width[:, 0] > 0]
 
 
 # A buffer that the failing forward itself has spoilt, and that the file then holds: both are mended together.

@@ -49,6 +49,13 @@ def with_a_broken_average(model):
     return {"waypoints": normal(4, 8), "logit": model(normal(4, 8)).detach(), "ema": average}
 
 
+def with_an_optimizer(rate=0.1, first_moment=0.0):
+    group = {"lr": rate, "betas": (0.9, 0.999), "eps": 1e-8, "params": [0]}
+    slots = {"exp_avg": torch.full((3, 8), first_moment), "exp_avg_sq": torch.ones(3, 8)}
+    optimizer = {"state": {0: slots}, "param_groups": [group], "best": math.inf}
+    return {"waypoints": normal(4, 8), "optimizer": optimizer}
+
+
 def with_another_output(model):
     return {"waypoints": normal(4, 8), "logit": 2 * model(normal(4, 8)).detach()}
 
@@ -61,9 +68,28 @@ POISONED = "input . - poisoned-input"
 @rows(POISONED, {"z": with_a_nan(normal(4, 8))}, 8, 3, name="named by the user", inputs="waypoints=z")
 @rows("not-reproduced", {"waypoints": normal(4, 8), "logit": with_a_nan(normal(3, 3))}, 8, 3, name="of another shape")
 @rows("cannot-tell", with_a_broken_average, 8, 3, name="an average of the weights that is broken")
+@rows(
+    "cannot-tell",
+    {"waypoints": normal(4, 8), "norm": math.nan},
+    8,
+    3,
+    name="a number that is NaN",
+    says=("`norm` is NaN",),
+)
+@rows("healthy", with_an_optimizer(), 8, 3, name="an optimizer")
+@rows("cannot-tell", with_an_optimizer(first_moment=math.nan), 8, 3, name="an optimizer whose first moments are NaN")
+@rows("cannot-tell", with_an_optimizer(rate=math.nan), 8, 3, name="an optimizer whose learning rate is NaN")
 @rows("cannot-tell", with_another_output, 8, 3, name="the output of another step")
 @rows("cannot-tell", with_its_logit, 8, 3, name="gaps that nobody reads beside an output that agrees")
 @rows("healthy", with_its_logit, 8, 3, name="gaps that the loss reads beside it", loss=where_known)
+@rows(
+    "not-reproduced",
+    {**GAUGES, "norm": math.nan},
+    8,
+    3,
+    name="a NaN that neither loss nor gradients have",
+    loss=where_known,
+)
 @rows("healthy", GAUGES, 8, 3, name="target with gaps of the output's shape", loss=where_known)
 @rows("input . - poisoned-target", GAUGES, 8, 3, name="gaps that are multiplied away", loss=times_known)
 class Locator(nn.Linear):

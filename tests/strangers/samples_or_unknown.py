@@ -96,6 +96,22 @@ def contrastive(output, label):
     return -((torch.log_softmax(output.float() @ output.float().T, 1) * alike).sum(1) / alike.sum(1)).mean()
 
 
+class Tower(nn.Embedding):
+    """The mean of the words, of length 1."""
+
+    def __init__(self):
+        super().__init__(9, 4, padding_idx=0)
+
+    def forward(self, ids):
+        mean = super().forward(ids).mean(1)
+        return mean / mean.norm(dim=1, keepdim=True)
+
+
+def tokens(samples, length, empty=None):
+    ids = torch.arange(samples * length).reshape(samples, length) % 8 + 1
+    return ids if empty is None else torch.where(torch.arange(samples)[:, None] == empty, 0, ids)
+
+
 ROWS = {"x": torch.cat([normal(2, 8), 1e4 * normal(1, 8)])}
 OF_A_WEIGHT = {"name": "rows of a weight", "samples": (2,), "loss": mean_square}
 rows("precision . linear gradient-overflow", ROWS, 8, 3, **OF_A_WEIGHT)(nn.Linear)
@@ -104,3 +120,15 @@ rows("numerics", LABELS, lambda self, x: self.entry(x), name="a lone label", sam
 GRID = {**FLAT, "grid": normal(6, 8), "label": normal(4)}
 BESIDE = {"name": "beside a grid", "samples": (HOT,), "inputs": "x,grid"}
 rows("precision", GRID, lambda self, x, grid: self.end(self.entry(x))[:, None] + grid, **BESIDE)(net)
+
+
+@rows("numerics query div division-by-zero", {"ids": tokens(8, 5, empty=2), "others": tokens(8, 12)}, samples=(2,))
+class Towers(nn.Module):
+    """The similarity of each text of one kind with each of another, one of which is padding alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.other = Tower(), Tower()
+
+    def forward(self, ids, others):
+        return self.query(ids) @ self.other(others).T

@@ -126,12 +126,8 @@ class BackwardThatRaises(nn.Linear):
         return torch.sparse.mm(torch.eye(4).to_sparse(), super().forward(x).float())
 
 
-class Scaled(nn.Module):
+class Scaled(Layered):
     """A module to be scripted, with nothing of Python around it."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
 
     def forward(self, x):
         h = self.inner(x)

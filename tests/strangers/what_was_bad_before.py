@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from strangers.rows import Rows
-from strangers.visits import Lifted, normal
+from strangers.visits import Lifted, mean_square, normal
 
 rows = Rows()
 X = {"x": normal(4, 8)}
@@ -31,6 +31,17 @@ def of_target(name):
 
 def linear():
     return nn.Linear(8, 8)
+
+
+@rows(
+    "input . - poisoned-input",
+    {"x": with_target(-math.inf)["target"]},
+    loss=mean_square,
+    samples=(1,),
+)
+def saturated():
+    """Its output is finite, and the gradients of its weights are 0 * -Inf."""
+    return nn.Sequential(nn.Linear(8, 8), nn.Sigmoid())
 
 
 for name in LOSSES:
@@ -146,12 +157,8 @@ class BufferThatOverflows(Statistics):
         return self.read(x)
 
 
-def square(out, _):
-    return out.square().mean()
-
-
-@rows("precision 0 - poisoned-weights", X, 1e6, loss=square)
-@rows("state 0 - poisoned-weights", X, math.inf, loss=square)
+@rows("precision 0 - poisoned-weights", X, 1e6, loss=mean_square)
+@rows("state 0 - poisoned-weights", X, math.inf, loss=mean_square)
 def weight_past_fp16_that_the_forward_hides(weight):
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8), nn.Tanh())
     with torch.no_grad():

@@ -141,11 +141,17 @@ def of_shares(function):
     return lambda hidden: function((torch.eye(5) + torch.eye(5).roll(1, 0) * 1e-9).to(hidden.dtype))
 
 
+def beside_an_eps(share):
+    """The eps is lost, and would have made no difference."""
+    return 1 / (share + 0 * (0 * share + 1e-8))
+
+
 FIVE = {"x": normal(5, 4)}
 OPS = {"holds": lambda report: report.origin.op in ("reciprocal", "div", "log", "pow")}
 
 
 @rows("precision * * division-by-zero", FIVE, of_places, amp_dtype="bfloat16", **OPS)
+@rows("precision * * division-by-zero", FIVE, of_shares(beside_an_eps), name="eps", amp_dtype="float16", **OPS)
 @rows("precision * * log-of-zero", FIVE, of_shares(torch.log), name="log", amp_dtype="float16", **OPS)
 @rows(
     "precision * * division-by-zero",

@@ -48,12 +48,6 @@ def test_a_package_beside_torch_is_named(package, library):
     assert lines_of(forward) == [(str(path), 5)]
 
 
-def test_torchs_own_files_are_passed_over(library):
-    _, forward = library("torch")
-    [(file, _)] = lines_of(forward)
-    assert file == __file__
-
-
 def test_the_folders_passed_over_end_with_a_separator():
     torch_folder = str(Path(torch.__file__).parent)
     assert not f"{torch_folder}vision/ops.py".startswith(dispatch_hook._SKIPPED_ROOTS)
@@ -61,9 +55,12 @@ def test_the_folders_passed_over_end_with_a_separator():
     assert all(Path(file).is_file() for file in dispatch_hook._RUNNERS)
 
 
-@pytest.mark.parametrize("name", ["einops._backends", "einx.op", "opt_einsum"])
-def test_other_words_for_torchs_operations_are_passed_over(name, library):
-    _, forward = library("notation")
+@pytest.mark.parametrize(
+    ("package", "name"),
+    [("torch", "layer"), ("notation", "einops._backends"), ("notation", "einx.op"), ("notation", "opt_einsum")],
+)
+def test_torch_and_other_words_for_its_ops_are_passed_over(package, name, library):
+    _, forward = library(package)
     forward.__globals__["__name__"] = name
     [(file, _)] = lines_of(forward)
     assert file == __file__
