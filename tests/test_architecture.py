@@ -34,7 +34,7 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_371, "tests": 29_987, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_378, "tests": 29_987, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 3_003,
@@ -47,7 +47,7 @@ MAX_LINES_OF_ROOMS = {
     "dumps": 3_178,
     "engine": 2_858,
     "evidence": 1_701,
-    "fixes": 4_209,
+    "fixes": 4_216,
     "fleet": 690,
     "repro_scripts": 617,
     "step": 3_098,

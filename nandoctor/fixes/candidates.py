@@ -66,7 +66,8 @@ def propose(findings: Findings, trials: Trials) -> Iterator[Candidate]:
         yield from _bounded_weights(findings)
         if len(leads) == 1:
             yield from specific(leads[0], trials.step.model)
-            yield from _in_fp32(leads[0], findings, trials)
+            if not _overflows_elsewhere(leads[0], findings):
+                yield from _in_fp32(leads[0], findings, trials)
         elif 1 < len(leads) <= MAX_LEADS:
             yield from _combined(leads, findings, trials)
         if trials.step.loss is not None and any(lead.site.module == LOSS for lead in leads):
@@ -170,6 +171,12 @@ def overflowing_products(findings: Findings) -> list[OpCall]:
     failing |= {lead.site.module for lead in findings.conclusion.suspects}
     ops = (op for op in findings.reference.ops if op.op in PRODUCTS and op.place.module in failing)
     return [op for op in ops if any((stats.absmax or 0.0) > findings.trace.format.max for stats in op.outputs)]
+
+
+def _overflows_elsewhere(lead: Suspect, findings: Findings) -> bool:
+    """Return True if a product that no line of the lead's module calls passes the limit too, so that it fails next."""
+    others = (op for op in overflowing_products(findings) if not is_below(op.place.module, lead.site.module))
+    return any(op.source is None or line_of(site_of(op)).source != line_of(lead.site).source for op in others)
 
 
 def by_lines(kept: tuple[KeepModule, ...], findings: Findings, model: nn.Module) -> Iterator[Edit]:
