@@ -201,7 +201,7 @@ class Recorder:
         step = self._tracker.current
         if step is None and not self._tracker.has_begun:
             raise NanDoctorError(
-                "The recorder has seen no forward of its model in train mode since the last step.",
+                "The recorder has seen no forward of its model in train mode yet.",
                 remedy="Call recorder.watch after the forward, and give Recorder the same model that the loop calls; "
                 "or put the step into `with recorder.step(batch):`.",
             )

@@ -438,7 +438,7 @@ def is_transformers_config(kind: Any) -> bool:
 
 def as_option(value: Any) -> str | None:
     """Return the value as `--model-arg` reads it back, a Python literal or another string; None for train.py:CFG."""
-    if not is_plain_data(value) or holds_objects(value) or (isinstance(value, str) and ".py:" in value):
+    if not is_plain_data(value) or holds_objects(value) or names_object(value):
         return None
     parts = [item for _, item in islice(walk(value), _MAX_OPTION + 1)]  # each is a letter of the text, or more
     if len(parts) > _MAX_OPTION or any(isinstance(item, str) and len(item) > _MAX_OPTION for item in parts):
@@ -446,6 +446,11 @@ def as_option(value: Any) -> str | None:
     text = value if isinstance(value, str) else repr(value)
     is_typable = len(text) <= _MAX_OPTION and text.isprintable()
     return text if is_typable and read_option(text) == value else None
+
+
+def names_object(value: Any) -> bool:
+    """Return True for a text that is looked up, as train.py:CFG."""
+    return isinstance(value, str) and ".py:" in value
 
 
 def read_option(text: str) -> Any:

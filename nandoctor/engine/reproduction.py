@@ -326,7 +326,7 @@ def _replay(steps: list[FailingStep], preparation: Preparation, *, is_first: boo
     try:
         is_known = step.mode.policy.ambient or step.low is FP32  # else its format is known after the run
         outcome = _run(step, preparation, backward=is_first and step.loss is not None and is_known)
-        if outcome.trace.raised is not None:
+        if outcome.trace.raised is not None and not all(stats.finite for stats in outcome.trace.batch):
             _refuse_wrong_call(step)
     except ModelError as error:
         if others and isinstance(error.__cause__, WRONG_CALL):
@@ -346,7 +346,7 @@ def _replay(steps: list[FailingStep], preparation: Preparation, *, is_first: boo
 
 
 def _refuse_wrong_call(step: FailingStep) -> None:
-    """Raise the error of a call that is wrong whatever the batch's values are: NaN in it would explain any error."""
+    """Raise the error of a call that is wrong whatever the batch's values are: what is not finite explains any."""
     zeros = {name: torch.nan_to_num(it, 0, 0, 0) for name, it in step.call.batch.items() if is_dense(it)}
     with suppress(LossError):
         try:

@@ -27,6 +27,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from nandoctor.dumps.classify import is_extra_state
+from nandoctor.dumps.recorded_format import names_object
 from nandoctor.engine.user_code import (
     Project,
     explain_import,
@@ -85,8 +86,7 @@ def build_model(spec: ModelSource, arguments: Mapping[str, Any], *, directory: P
                 f"{name} is a {type(found).__name__}, not a Module, a Module class or a function that makes one.",
                 remedy="Point --model at the class or function that builds the network.",
             )
-        named = {k: v for k, v in arguments.items() if isinstance(v, str) and ".py:" in v}  # as train.py:CFG
-        values = {**arguments, **{k: find_attribute(v, directory=directory) for k, v in named.items()}}
+        values = {k: find_attribute(v, directory=directory) if names_object(v) else v for k, v in arguments.items()}
         return _call_factory(found, values, name)
 
 

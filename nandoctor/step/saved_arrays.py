@@ -102,7 +102,8 @@ def find_outputs(
         DumpError: the settings name an output that does not exist.
     """
     number = dump.scalars.get(settings.output or "")
-    field = None if isinstance(number, float) else settings.output
+    chosen = (str(settings.output), torch.tensor(number, dtype=torch.float64)) if isinstance(number, float) else None
+    field = settings.output if chosen is None else None
     if dump.is_recorded and settings.output is None:
         found = [(name, array) for name, array in dump.arrays.items() if name.partition(".")[0] == "output"]
         # A non-finite one first, then the largest floating-point array.
@@ -111,9 +112,7 @@ def find_outputs(
     else:
         taken = {*required_names(model), *(item.rpartition("=")[2] for item in settings.inputs)}
         names = saved_outputs(dump.arrays, field, taken=taken, read=names_read(functions, dump.arrays))
-    graded = (names[0], dump.arrays[names[0]]) if names else _saved_number(dump)
-    if settings.output is not None and isinstance(number, float):
-        graded = (settings.output, torch.tensor(number, dtype=torch.float64))
+    graded = chosen or ((names[0], dump.arrays[names[0]]) if names else _saved_number(dump))
     return SavedOutputs(names=tuple(names), graded=graded, field=field)
 
 

@@ -132,12 +132,14 @@ def _num_fitting(state: State, own: State) -> tuple[int, int]:
 def fill_loss(loss: Any, dump: Dump) -> tuple[Any, list[str]]:
     """Return a loss that is a module with its own state from the file, as a center, and a note; if it is all there."""
     own = loss.state_dict() if isinstance(loss, nn.Module) and not dump.is_recorded else {}
+    if not own:
+        return loss, []
     states = dict(dump.other_states)
-    for prefix in _prefixes(dump.arrays, own) if own else ():
+    for prefix in _prefixes(dump.arrays, own):
         inside = {name.removeprefix(prefix): item for name, item in dump.arrays.items() if name.startswith(prefix)}
         states[prefix.removesuffix(".")] = inside
     for name, state in states.items():
-        if own and state.keys() == own.keys() and _num_fitting(state, own)[0] == len(own):
+        if state.keys() == own.keys() and _num_fitting(state, own)[0] == len(own):
             filled = copy.deepcopy(loss)  # the caller's stays as it is
             filled.load_state_dict(state)
             return filled, [f"The loss has the state under {name!r}."]

@@ -11,7 +11,7 @@ from typing import Any
 
 from nandoctor.causes.log_space import STABLE_FORM
 from nandoctor.changes.log_space import StableLog
-from nandoctor.dumps.recorded_format import as_option
+from nandoctor.dumps.recorded_format import as_option, names_object
 from nandoctor.evidence.edits import SourcePatch, flatten
 from nandoctor.evidence.formats import FP64
 from nandoctor.evidence.report import Check, Fix, FixSettings, Report, TrialOutcome
@@ -253,7 +253,7 @@ def command_arguments(dump: Path, given: Mapping[str, Any]) -> tuple[str, ...]:
         if value is None or option.group not in ("model", "step"):
             continue
         if isinstance(value, Mapping):
-            texts = {key: item if ".py:" in str(item) else as_option(item) for key, item in value.items()}
+            texts = {key: item if names_object(item) else as_option(item) for key, item in value.items()}
             if None in texts.values():
                 return ()
             for key, text in texts.items():
