@@ -128,15 +128,11 @@ def _replay(preparation: Preparation, settings: Settings) -> Diagnosed:
 
 def _of_the_cpu(found: Diagnosed, dump: Dump, settings: Settings) -> Iterator[Settings]:
     """Yield the settings of a training under the CPU's autocast, if CUDA's does not give the saved failure."""
-    report, told = found.report, settings.policy is not None or settings.amp_dtype is not None or dump.is_recorded
-    if (
-        not told
-        and report.verdict == "not-reproduced"
-        and report.reproduction.num_bad_saved
-        and report.runs is not None
-    ):
-        names = ("float16", "bfloat16") if report.runs.autocast.elapsed_s < _LONG_S else ()
-        yield from (override(settings, {"policy": "native", "amp_dtype": name}) for name in names)
+    report, runs = found.report, found.report.runs
+    is_told = settings.policy is not None or settings.amp_dtype is not None or dump.is_recorded
+    failed = report.verdict == "not-reproduced" and bool(report.reproduction.num_bad_saved)
+    if failed and not is_told and runs is not None and runs.autocast.elapsed_s < _LONG_S:
+        yield from (override(settings, {"policy": "native", "amp_dtype": it}) for it in ("float16", "bfloat16"))
 
 
 _LONG_S = 0.5

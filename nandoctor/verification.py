@@ -196,9 +196,8 @@ def _describe_failure(found: Diagnosed, dump: Dump) -> str | None:
         return f"{values} of the saved {graded.output} {are(graded.num_bad_saved)} non-finite"
     flags = dump.saved_flags
     named = ["loss"] if flags.loss is not None else flags.numbers
-    return (
-        f"the saved {join_first(named, 3)} {are(len(named))} non-finite" if found.step is not None and named else None
-    )
+    is_shown = found.step is not None and named
+    return f"the saved {join_first(named, 3)} {are(len(named))} non-finite" if is_shown else None
 
 
 def _measure(blank: Verification, step: FailingStep, query: Query, found: Diagnosed) -> Verification:

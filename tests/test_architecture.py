@@ -34,23 +34,23 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_384, "tests": 29_898, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_374, "tests": 29_898, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
-    FILES: 3_003,
+    FILES: 2_998,
     "autocast": 779,
     "capture": 2_500,
     "causes": 2_657,
     "changes": 3_107,
     "cli": 851,
     "diagnosis": 1_834,
-    "dumps": 3_183,
+    "dumps": 3_182,
     "engine": 2_858,
     "evidence": 1_701,
     "fixes": 4_216,
     "fleet": 690,
     "repro_scripts": 617,
-    "step": 3_099,
+    "step": 3_095,
     "tracing": 1_650,
     "views": 2_639,
 }

@@ -78,10 +78,9 @@ class Dump:
     def saved_flags(self) -> SavedFlags:
         """What went wrong according to the recorder; for any other file, a non-finite loss, and NaN in numbers."""
         if not self.is_recorded:
-            broken = tuple(
-                name for name, value in self.scalars.items() if name not in self.losses and not _is_sound(value)
-            )
-            return SavedFlags(loss=next(filter(_is_nonfinite, self.losses.values()), None), numbers=broken)
+            losses = self.losses
+            numbers = [name for name, value in self.scalars.items() if name not in losses and not _is_sound(value)]
+            return SavedFlags(loss=next(filter(_is_nonfinite, losses.values()), None), numbers=tuple(numbers))
         loss, reason = self.scalars.get("loss"), self.scalars.get("reason")
         counts = {name: value for name, value in self.scalars.items() if type(value) is int}
         return SavedFlags(

@@ -136,17 +136,17 @@ def wider_lines(leads: Sequence[Suspect], findings: Findings, wide: FloatFormat)
     forward, origin = [op for op in findings.ops if op.phase != "backward"], site.source.whole
     way = {op.order for made in forward if site_of(made) == site for op in _on_the_way(made, forward)}
     ops = [op for op in forward if op.place.module == site.module]
-    tried = set[tuple[SourceLine, ...]]()
-    for lines in (_lines_of(op for op in ops if op.order in way), _lines_of(ops), _lines_of(findings.inside)):
-        if origin in lines:
-            place = lines.index(origin)
-            starts = range(max(place - _MOST_LINES + 1, 0), place + 1)
-            spans = product(starts, range(place + 1, place + _MOST_LINES + 1))
-            for start, end in sorted(spans, key=lambda span: (span[1] - span[0], -span[0])):
-                chosen = tuple(lines[start:end])
-                if chosen not in tried:
-                    tried.add(chosen)
-                    yield (KeepLines(lines=chosen, format=wide, off_autocast=off_autocast),)
+    ways = (_lines_of(op for op in ops if op.order in way), _lines_of(ops), _lines_of(findings.inside))
+    for chosen in dict.fromkeys(span for lines in ways if origin in lines for span in _spans(lines, origin)):
+        yield (KeepLines(lines=chosen, format=wide, off_autocast=off_autocast),)
+
+
+def _spans(lines: list[SourceLine], origin: SourceLine) -> list[tuple[SourceLine, ...]]:
+    """Return the spans of a few lines around the origin, shortest first."""
+    place = lines.index(origin)
+    starts, ends = range(max(place - _MOST_LINES + 1, 0), place + 1), range(place + 1, place + _MOST_LINES + 1)
+    spans = sorted(product(starts, ends), key=lambda span: (span[1] - span[0], -span[0]))
+    return [tuple(lines[start:end]) for start, end in spans]
 
 
 def _on_the_way(made: OpCall, ops: Sequence[OpCall]) -> Iterator[OpCall]:

@@ -274,7 +274,7 @@ class Binding:
 
     description: str
     arrays: tuple[str, ...]
-    forward: Callable[[nn.Module, Mapping[str, torch.Tensor]], Any]
+    forward: Callable[[Any, Mapping[str, torch.Tensor]], Any]
     takes_all: bool = False
     unclear: ModelError | None = None
 
@@ -375,11 +375,8 @@ def _make_binding(positional: Sequence[str], keyword: Mapping[str, str], offer: 
 def _with_attributes(way: Binding) -> Binding:
     """Return the call with dicts whose items are attributes too, as those of a dataclass saved by `asdict` were."""
 
-    def forward(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return model(*with_attributes(args), **with_attributes(kwargs))
-
-        return way.forward(call, tensors)  # type: ignore[arg-type]
+    def forward(model: Callable[..., Any], tensors: Mapping[str, torch.Tensor]) -> Any:
+        return way.forward(lambda *args, **kwargs: model(*with_attributes(args), **with_attributes(kwargs)), tensors)
 
     return replace(way, forward=forward)
 

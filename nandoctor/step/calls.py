@@ -232,8 +232,7 @@ def _find_ways(loss: Callable[..., Any], output: Any, batch: Any, used: Collecti
         whole = partial(_call_with_all, loss, output, _part_with(keys[0], batch)) if keys else whole
         given = _bind_parts(signature, output, batch, () if keys else used) or {}
         parts = [partial(loss, **given)] if len(given) > is_open else []  # *args may be meant for the batch
-        num_required = sum(p.default is p.empty for p in signature.named)
-        is_pair = isinstance(output, tuple) and len(output) == num_required > 1
+        is_pair = isinstance(output, tuple) and len(output) == len(signature.required({})) > 1
         of_output = [partial(loss, *output)] if is_pair else []
         return [whole, *parts, *of_output] if keys else [*parts, whole, *of_output]
     taken = sum(p.default is p.empty for p in others)  # targets come last
