@@ -39,6 +39,8 @@ _LARGEST_EXPONENT = math.log(100)
 
 _MOST_LINES = 3
 """A variance, its root and the quotient by it: after that a value that did not fit is mostly gone."""
+_MOST_BEFORE = 8
+"""So many lines before the origin a value is cast to fp64: it stays so on its way, also through helper functions."""
 _FAR = 30
 """Steps of computation that so many lines hardly have."""
 
@@ -127,7 +129,8 @@ def _bounded_weights(findings: Findings) -> Iterator[Candidate]:
 def wider_lines(leads: Sequence[Suspect], findings: Findings, wide: FloatFormat) -> Iterator[Candidate]:
     """Yield the lines around the first origin, shortest first: from where a value is rounded to where it fits again.
 
-    Those that its value goes through are tried first: what lies between them may have nothing to do with it.
+    Those that its value goes through are tried first: what lies between them may have nothing to do with it. Without
+    autocast, a line before the origin and that itself are enough: what is wide stays so on its way.
     """
     off_autocast = wide is FP32 and findings.trace.policy != "none"
     site = next((lead.site for lead in leads if lead.site.source is not None), None)
@@ -137,7 +140,9 @@ def wider_lines(leads: Sequence[Suspect], findings: Findings, wide: FloatFormat)
     way = {op.order for made in forward if site_of(made) == site for op in _on_the_way(made, forward)}
     ops = [op for op in forward if op.place.module == site.module]
     ways = (_lines_of(op for op in ops if op.order in way), _lines_of(ops), _lines_of(findings.inside))
-    for chosen in dict.fromkeys(span for lines in ways if origin in lines for span in _spans(lines, origin)):
+    near = [span for lines in ways if origin in lines for span in _spans(lines, origin)]
+    before = ways[0][: ways[0].index(origin)][::-1] if origin in ways[0] and not off_autocast else []
+    for chosen in dict.fromkeys((*near, *((first, origin) for first in before[:_MOST_BEFORE]))):
         yield (KeepLines(lines=chosen, format=wide, off_autocast=off_autocast),)
 
 

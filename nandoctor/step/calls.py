@@ -222,7 +222,7 @@ def _find_ways(loss: Callable[..., Any], output: Any, batch: Any, used: Collecti
     `loss(logit, mask)` of a batch with a mask is called with that, unless it uses the parameter as a dict; other names
     are matched by the rules of `binding.LOSS`.
     """
-    loss, signature = _output_first(loss, read_signature(loss.forward if isinstance(loss, nn.Module) else loss))
+    loss, signature = _output_first(loss)
     whole = partial(_call_with_all, loss, output, batch)
     others, is_open = signature.named[1:], bool(signature.variadic or signature.keywords)
     if signature.named and not others and not is_open:
@@ -248,8 +248,9 @@ def _call_with_all(loss: Callable[..., Any], output: Any, batch: Any) -> Any:
         return loss(output, with_attributes(batch))
 
 
-def _output_first(loss: Callable[..., Any], signature: Signature) -> tuple[Callable[..., Any], Signature]:
+def _output_first(loss: Callable[..., Any]) -> tuple[Callable[..., Any], Signature]:
     """Return a loss that takes the output first, and its signature; `loss(target, logit)` and the like do not."""
+    signature = read_signature(loss.forward if isinstance(loss, nn.Module) else loss)
     if not signature.named:
         return loss, signature
     first, *others = signature.named
@@ -263,6 +264,15 @@ def _output_first(loss: Callable[..., Any], signature: Signature) -> tuple[Calla
         return loss(*rest, **{name: output}, **kwargs)
 
     return call, replace(signature, named=(*outputs, *(p for p in signature.named if p.name != name)))
+
+
+def names_taken(loss: Callable[..., Any] | None, arrays: Collection[str]) -> frozenset[str]:
+    """Return the names of a loss's parameters beside the output's; none if an array has the name of that, too."""
+    if loss is None:
+        return frozenset()
+    _, signature = _output_first(loss)
+    output, *others = [p.name for p in signature.named] or [""]
+    return frozenset() if output in arrays else frozenset(others)
 
 
 def _part_with(keys: Collection[str], batch: Mapping[Any, Any]) -> Mapping[Any, Any]:

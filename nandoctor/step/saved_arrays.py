@@ -22,7 +22,7 @@ from nandoctor.engine.reproduction import AUTOCAST_NAMES, SavedOutputs, are_roun
 from nandoctor.errors import DumpError
 from nandoctor.evidence.formats import BF16, FORMATS, FP16, FloatFormat
 from nandoctor.step.binding import Offer, required_names
-from nandoctor.step.calls import as_passed
+from nandoctor.step.calls import as_passed, names_taken
 from nandoctor.step.settings import Settings
 from nandoctor.text import brief_list
 from nandoctor.tracing.tensor_stats import all_finite, format_of
@@ -94,9 +94,9 @@ def _batch_of(dump: Dump, inputs: Collection[str]) -> Any:
 
 
 def find_outputs(
-    dump: Dump, model: nn.Module, settings: Settings, functions: Collection[Callable[..., Any] | None]
+    dump: Dump, model: nn.Module, settings: Settings, call: Callable[..., Any] | None, loss: Callable[..., Any] | None
 ) -> SavedOutputs:
-    """Return the saved outputs; arrays that the user's `functions` read by name are inputs of those.
+    """Return the saved outputs; arrays that the user's call and loss take or read by name are inputs of those.
 
     Raises:
         DumpError: the settings name an output that does not exist.
@@ -110,8 +110,9 @@ def find_outputs(
         found.sort(key=lambda named: (all_finite(named[1]), not named[1].is_floating_point(), -named[1].numel()))
         names = [name for name, _ in found]
     else:
-        taken = {*required_names(model), *(item.rpartition("=")[2] for item in settings.inputs)}
-        names = saved_outputs(dump.arrays, field, taken=taken, read=names_read(functions, dump.arrays))
+        inputs = (item.rpartition("=")[2] for item in settings.inputs)
+        taken = {*required_names(model), *names_taken(loss, dump.arrays), *inputs}
+        names = saved_outputs(dump.arrays, field, taken=taken, read=names_read((call, loss), dump.arrays))
     graded = chosen or ((names[0], dump.arrays[names[0]]) if names else _saved_number(dump))
     return SavedOutputs(names=tuple(names), graded=graded, field=field)
 

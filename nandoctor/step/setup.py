@@ -88,7 +88,7 @@ def prepare(dump: Dump, model: ModelSource | None, settings: Settings, progress:
         loss, loss_notes = fill_loss(code.loss, dump)
         code = replace(code, loss=loss)
         weight_notes = _load_weights(code, dump, settings, device)
-        outputs = find_outputs(dump, code.model, settings, (code.call, code.loss))
+        outputs = find_outputs(dump, code.model, settings, code.call, code.loss)
         batch = read_batch(dump, code.model, outputs.names, device)
         version = minor_version(dump.recorded.torch) or TORCH
         policies = [replace(policy, torch=version) for policy in choose_policies(dump, settings, outputs.array)]

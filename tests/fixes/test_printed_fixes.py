@@ -166,6 +166,32 @@ STEPS = {
         ),
         cause="exp-overflow",
     ),
+    "a share that fits in fp64, from before helpers": Step(
+        code={
+            "layers": EYE,
+            "forward": "return self.lift(x)",
+            "loss": """
+                def parts(p, first):
+                    inside = (p * first).sum(-1)
+                    outside = (p * ~first).sum(-1)
+                    return torch.stack([inside, outside], -1)
+
+                first = F.one_hot(batch["labels"], 4).bool()
+                shares = parts(output.float().softmax(-1), first)
+                return F.kl_div(shares.log(), batch["teacher"], reduction="sum")
+            """,
+        },
+        batch={
+            "x": torch.tensor([[1.0, 0.5, 0.0, 2.0], [120.0, 0.0, 3.0, 1.0]]),
+            "labels": torch.tensor([3, 0]),
+            "teacher": torch.tensor([[0.7, 0.3]] * 2),
+        },
+        lines=(
+            "shares = parts(output.double().softmax(-1), first)",
+            'return F.kl_div(shares.log(), batch["teacher"].double(), reduction="sum").float()',
+        ),
+        cause="log-of-zero",
+    ),
     "an eps inside a function of torch": Step(
         code={
             "layers": "self.lift = nn.Linear(4, 4, bias=False).half()",

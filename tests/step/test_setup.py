@@ -67,6 +67,21 @@ def test_saved_outputs_do_not_go_in():
     assert preparation.outputs.graded[0] == "logit"
 
 
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (lambda output, teacher_logits: (output - teacher_logits).sum(), None),
+        (lambda logits, teacher_logits: (logits - teacher_logits).sum(), None),
+        (lambda teacher_logits: teacher_logits.sum(), "teacher_logits"),
+    ],
+)
+def test_what_a_loss_takes_beside_the_output_is_no_output(loss, expected):
+    outputs = prepare(
+        dump_of(nn.Identity(), input=IMAGE, teacher_logits=IMAGE), nn.Identity(), Settings(loss=loss)
+    ).outputs
+    assert (outputs.graded[0] if outputs.graded else None) == expected
+
+
 @pytest.mark.parametrize(("dtype", "expected"), [(torch.float32, torch.float32), (torch.float64, torch.float64)])
 def test_float64_arrays_go_in_as_what_the_model_computes_in(dtype, expected):
     model = nn.Linear(3, 2, dtype=dtype)
