@@ -64,8 +64,8 @@ class SavedOutputs:
 
 
 def is_flags(array: torch.Tensor) -> bool:
-    """Return True if an array holds only zeros and ones."""
-    return bool(((array == 0) | (array == 1)).all())
+    """Return True if an array holds only zeros and ones, and a one; a state of zeros is a number."""
+    return bool(((array == 0) | (array == 1)).all()) and bool(array.any())
 
 
 def are_round(values: torch.Tensor) -> torch.Tensor:

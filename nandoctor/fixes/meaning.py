@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import product
+from itertools import count, product
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from nandoctor.fixes.candidates import join
 from nandoctor.fixes.gradients import gradient_error, gradient_errors, reversed_gradient
 from nandoctor.fixes.variations import scaled
 from nandoctor.fixes.verify import Trials
+from nandoctor.ops import CASTS, MOVES
 from nandoctor.text import number, percent
 from nandoctor.trees import tree_map
 
@@ -391,14 +392,15 @@ class _Move(SingleEdit):
         return not has_out
 
     def run(self, op: RunningOp) -> Any:
-        return tree_map(partial(self._moved, in_place=op.is_mutable), op.run())
+        return tree_map(partial(self._moved, op=op), op.run())
 
-    def _moved(self, made: Any, *, in_place: bool) -> Any:
-        if not (is_tensor(made) and made.is_floating_point()) or (made.dim() and is_flags(made)):
+    def _moved(self, made: Any, op: RunningOp) -> Any:
+        may_be_flags = op.name in MOVES | CASTS and is_tensor(made) and made.dim()
+        if not (is_tensor(made) and made.is_floating_point()) or (may_be_flags and is_flags(made)):
             return made
         value = made.detach().double().nan_to_num(0.0, 0.0, 0.0)
         step = _towards_next(value) if self.towards else _pattern_like(value, _sizes_in(value), self.phase)
-        return made.add_(self.by * step) if in_place else made + self.by * step
+        return made.add_(self.by * step) if op.is_mutable else made + self.by * step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -454,10 +456,12 @@ def _sides(moved: Tensors) -> Iterator[Tensors]:
     if not moved:
         return
     towards = {name: _towards_next(value) for name, value in moved.items()}
-    pattern = {name: _pattern_like(value, _sizes_in(value)) for name, value in moved.items()}
-    for direction in (towards, pattern):
-        yield direction
-        yield {name: -step for name, step in direction.items()}
+    yield towards
+    yield {name: -step for name, step in towards.items()}
+    # Alike to one side, apart to the other: x / y at 0 / 0 tends to 1 where both are moved alike.
+    yield {name: _pattern_like(value, _sizes_in(value)) for name, value in moved.items()}
+    phased = zip(sorted(moved), count(1), strict=False)
+    yield {name: -_pattern_like(moved[name], _sizes_in(moved[name]), phase) for name, phase in phased}
 
 
 def _towards_next(value: torch.Tensor) -> torch.Tensor:
