@@ -45,11 +45,12 @@ class UnmaskRows(SingleEdit):
         if self.site.op == _ATTENTION:
             _write_attention(expression)
             return
-        change, scores = expression.editor, expression.argument_node("self")
+        change, node = expression.editor, expression.argument_node("self")
+        first, scores, before = change.named(node, change.code(node), "scores")
         name = change.new_name("empty", expression.node)
-        before = f"{name} = torch.isneginf({change.code(scores)}).all({expression.argument('dim')}, keepdim=True)"
-        opened = change.code(expression.node, {scores: f"{change.operand(scores)}.masked_fill({name}, 0.0)"})
-        change.replace(expression.node, f"{opened}.masked_fill({name}, 0.0)", (before,))
+        rows = f"{name} = torch.isneginf({first}).all({expression.argument('dim')}, keepdim=True)"
+        opened = change.code(expression.node, {node: f"{scores}.masked_fill({name}, 0.0)"})
+        change.replace(expression.node, f"{opened}.masked_fill({name}, 0.0)", (*before, rows))
 
 
 def _write_attention(expression: Expression) -> None:

@@ -193,8 +193,8 @@ def in_mode(model: nn.Module, training: bool, recorded: Mapping[str, bool]) -> I
 
 
 @contextmanager
-def seeded(randomness: Randomness, device: torch.device) -> Iterator[Callable[[], bool]]:
-    """Seed torch, numpy and Python, and restore all three after; yield a function that tells if torch drew numbers."""
+def seeded(randomness: Randomness, device: torch.device) -> Iterator[Callable[[], list[torch.Tensor]]]:
+    """Seed torch, numpy and Python, and restore all three after; yield torch's states if drawn from."""
     seed = randomness.seed
     with generators_kept(device):
         random.seed(seed or 0)
@@ -209,7 +209,7 @@ def seeded(randomness: Randomness, device: torch.device) -> Iterator[Callable[[]
             restore_generators(randomness.states, randomness.host, device)
         before = _generator_states(device)
         with held((this_run, "from_saved_states", seed is None)):
-            yield lambda: any(not torch.equal(a, b) for a, b in zip(before, _generator_states(device), strict=True))
+            yield lambda: [b for a, b in zip(before, _generator_states(device), strict=True) if not torch.equal(a, b)]
 
 
 def _generator_states(device: torch.device) -> list[torch.Tensor]:

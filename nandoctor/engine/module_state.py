@@ -27,6 +27,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from nandoctor.autocast.literals import Wider, recast
+from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.dumps.tensors import unexpanded
 from nandoctor.engine.call import Batch
 from nandoctor.errors import LossError
@@ -163,6 +164,25 @@ def list_nonfinite_state(
     read = ((name, tensor) for name, tensor in held if not tensor.is_meta and not left_out(tensor))
     found = ((name, numbers_in(tensor)) for name, tensor in read if not all_finite(tensor))
     return {name: not bool((values < math.inf).all()) for name, values in found if values is not None}
+
+
+def copied_state(model: nn.Module, left_out: Callable[[torch.Tensor], bool]) -> dict[str, torch.Tensor]:
+    """Return copies of a model's state but weights: tensors except those `left_out`, numbers, containers' lengths."""
+    held = {name: t for name, t in (*model.named_buffers(), *tensors_in(model, attributes=False)) if not left_out(t)}
+    numbers = {name: numbers_in(t) if t.is_floating_point() else t.detach() for name, t in held.items() if is_dense(t)}
+    found = {name: values.clone() for name, values in numbers.items() if values is not None}
+    for path, module in model.named_modules():
+        own = (
+            (f"{path}.{name}".removeprefix("."), it)
+            for name, it in vars(module).items()
+            if name not in _OF_EVERY_MODULE
+        )
+        for name, value in own:
+            if type(value) in _CONTAINERS:
+                found[f"len({name})"] = torch.tensor(len(value))
+            elif type(value) in (int, float, bool):
+                found[name] = torch.tensor(value)
+    return found
 
 
 def nonfinite_in(

@@ -25,6 +25,7 @@ from nandoctor.engine.interventions import (
 )
 from nandoctor.engine.module_state import (
     copied_input,
+    copied_state,
     draw_in_fp32,
     is_large,
     known_tensors,
@@ -94,8 +95,9 @@ class Outcome:
     """The result of a run: its trace, the output (None if the forward raised), and whether it drew random numbers.
 
     `gradients` are of loss x `gradient_scale`, by parameter name, if the watch keeps them. `kept` names the state that
-    the run left non-finite in the model, True if with more than -Inf. `out_of_memory` is True if that ended the run,
-    `refused` if the user's code did by `raise` or `assert`.
+    the run left non-finite in the model, True if with more than -Inf; `left` is the state of the model and of torch's
+    generators after it, if the watch keeps gradients. `out_of_memory` is True if that ended the run, `refused` if the
+    user's code did by `raise` or `assert`.
     """
 
     trace: Trace
@@ -105,6 +107,7 @@ class Outcome:
     gradients: Mapping[str, torch.Tensor] | None = None
     gradient_scale: float = 1.0
     kept: Mapping[str, bool] = field(default_factory=dict)
+    left: Mapping[str, torch.Tensor] = field(default_factory=dict)
     out_of_memory: bool = False
     refused: bool = False
 
@@ -207,7 +210,7 @@ def _record_once(step: FailingStep, watch: Watch, grad: bool, large: bool) -> tu
             widen_tensors(state, mode.policy.wider, in_files=large)
             recording = _RecordedRun(replace(step, call=call), watch, grad=grad, large=large)
             recording.make(is_unwritten)
-            random = draws()
+            drawn = draws()
         calls = with_nonfinite_state(recording.modules.calls(), recording.modules, step.model)
     error, kept = recording.raised, recording.kept
     if kept:  # but for what the step began with
@@ -217,11 +220,12 @@ def _record_once(step: FailingStep, watch: Watch, grad: bool, large: bool) -> tu
     return Outcome(
         trace=recording.trace(calls, kept),
         output=recording.output,
-        random=random,
+        random=bool(drawn),
         loss=recording.loss,
         gradients=recording.gradients,
         gradient_scale=1.0 if large else mode.loss_factor,  # as `run_backward` keeps them
         kept=kept,
+        left={**recording.left, **({"random numbers": torch.cat(drawn)} if drawn and watch.keep else {})},
         out_of_memory=is_out_of_memory(error),
         refused=error is not None and user_code.is_refusal((isinstance(error, LossError) and error.__cause__) or error),
     ), error
@@ -261,6 +265,7 @@ class _RecordedRun:
         with plain_torch():
             self._unread = list_unread(self.output)
             self.kept = list_nonfinite_state(step.model, is_unwritten)
+            self.left = copied_state(step.model, is_unwritten) if self._watch.keep and not self._large else {}
 
     def trace(self, calls: tuple[ModuleCall, ...], kept: Mapping[str, bool]) -> Trace:
         """Return the trace; `calls` are the module calls, `kept` as in `Outcome`."""

@@ -44,7 +44,8 @@ class Result:
     `meant` marks infinities in the output that the code intends, such as a mask's. `kept` names the model's state that
     the run left non-finite: True for NaN or +Inf, False for -Inf alone, which may be a mask. A large model's gradients
     are gigabytes, so they are checked only once; `looked_at`: the run has found them finite. They belong to loss x
-    `gradient_scale`. `may_hide` is False if no op of the run made NaN or +Inf, and none is in its batch.
+    `gradient_scale`. `left` is the state that the run leaves. `may_hide` is False if no op of the run made NaN or +Inf,
+    and none is in its batch.
     """
 
     values: Mapping[str, torch.Tensor]
@@ -54,6 +55,7 @@ class Result:
     meant: Mapping[str, torch.Tensor] = field(default_factory=dict)
     looked_at: bool = False
     kept: Mapping[str, bool] = field(default_factory=dict)
+    left: Mapping[str, torch.Tensor] = field(default_factory=dict)
     may_hide: bool = True
 
     @property
@@ -191,7 +193,24 @@ def keep(outcome: Outcome | None) -> Result:
         gradient_scale=outcome.gradient_scale,
         looked_at=not outcome.trace.bad_gradients,
         kept=outcome.kept,
+        left=outcome.left,
     )
+
+
+def unlike_state(made: Result, meant: Result, *, counts: bool) -> str | None:
+    """Return the name of state that a run leaves otherwise than another, where both are finite; of `counts` alone."""
+    for name, other in meant.left.items():
+        one = made.left.get(name, torch.zeros(0))
+        is_count = not other.dtype.is_floating_point and (not other.dim() or other.dtype is torch.uint8)
+        if counts and not is_count:
+            continue
+        if one.shape != other.shape:
+            return name
+        known = torch.isfinite(one) & torch.isfinite(other)
+        off, size = (float(it[known].double().norm()) for it in (one.double() - other.double(), other))
+        if off > (0.0 if is_count else TOLERANCE * size):
+            return name
+    return None
 
 
 def _plain(gradient: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 
 from nandoctor.engine.runner import FailingStep
 from nandoctor.engine.samples import trace_without
-from nandoctor.evidence.edits import Change, Edit, flatten, only_widens
+from nandoctor.evidence.edits import Change, Edit, flatten, is_text_alone, only_widens
 from nandoctor.evidence.formats import BF16
 from nandoctor.evidence.report import Check
 from nandoctor.fixes.agreement import (
@@ -30,6 +30,7 @@ from nandoctor.fixes.agreement import (
     compare_runs,
     gradients_finite,
     sample_errors,
+    unlike_state,
 )
 from nandoctor.fixes.gradient_check import GradientCheck, Said, in_bf16, run_lowered
 from nandoctor.fixes.gradients import LEAST, LEAST_IN_FP32, gradient_error, gradient_errors, reversed_gradient
@@ -204,12 +205,20 @@ def _judge_float64(proof: Proof) -> Said | None:
 
 
 def _judge_buffers(proof: Proof) -> Said | None:
-    """Refuse a change that leaves state of the model non-finite which fp32 leaves finite."""
-    spoilt = proof.trials.list_spoilt(proof.made)
-    if not spoilt:
+    """Refuse a change that leaves state of the model non-finite which fp32 leaves finite, or otherwise than it means.
+
+    If nothing but its text can be run, counts are compared with the unchanged step's, which show what is called twice.
+    """
+    spoilt, trials = proof.trials.list_spoilt(proof.made), proof.trials
+    if spoilt:
+        names = join_first([f"`{name}`" for name in spoilt], 3)
+        return Said("failed", f"{names} {are(len(spoilt))} left with NaN or Inf")
+    counts = is_text_alone(proof.edit)
+    meant = trials.reference() if counts else trials.reference(proof.edit)
+    if only_widens(proof.edit) or not meant.ran:
         return None
-    names = join_first([f"`{name}`" for name in spoilt], 3)
-    return Said("failed", f"{names} {are(len(spoilt))} left with NaN or Inf")
+    name = unlike_state(trials.reference(proof.change), meant, counts=counts)
+    return Said("failed", f"{name} is left otherwise than the change means") if name is not None else None
 
 
 def _judge_gradients(proof: Proof) -> Said:
