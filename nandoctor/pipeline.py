@@ -13,7 +13,7 @@ import torch
 from nandoctor import __version__
 from nandoctor.autocast.policy import REFERENCE, Policy
 from nandoctor.changes.setting import SetLossScale
-from nandoctor.diagnosis.backward import UNSCALED, conclude_backward
+from nandoctor.diagnosis.backward import UNSCALED, conclude_backward, describe_outside
 from nandoctor.diagnosis.conclusion import (
     Conclusion,
     Findings,
@@ -380,6 +380,7 @@ def _diagnose_backward(step: FailingStep, findings: Findings) -> Findings:
     trace = findings.trace if findings.trace.backward else step.run(watch=watch).trace
     findings = replace(findings, ops=trace.ops, inside=trace.function_ops, bad_gradients=trace.bad_gradients)
     told = (UNSCALED,) if step.mode.loss_scale is None and trace.format is FP16 else ()
+    told = (*describe_outside(trace.trained_outside), *told)
     loss, scale = findings.trace.loss, step.mode.loss_factor
     if loss is not None and not loss.finite and not trace.bad_gradients:
         if trace.raised is not None:  # then the backward pass ended early, and left no gradients

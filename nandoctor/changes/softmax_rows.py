@@ -46,7 +46,7 @@ class UnmaskRows(SingleEdit):
             _write_attention(expression)
             return
         change, node = expression.editor, expression.argument_node("self")
-        first, scores, before = change.named(node, change.code(node), "scores")
+        first, scores, before = change.named(node, change.code(node), "logits")
         name = change.new_name("empty", expression.node)
         rows = f"{name} = torch.isneginf({first}).all({expression.argument('dim')}, keepdim=True)"
         opened = change.code(expression.node, {node: f"{scores}.masked_fill({name}, 0.0)"})

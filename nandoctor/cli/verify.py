@@ -149,11 +149,12 @@ def _write(choice: FixChoice, report: Report, *, allow_installed: bool) -> FixCh
 def _verify_afresh(report: Report, changed: Sequence[str]) -> Verification:
     """Run `nandoctor verify` in a new process, which imports the changed files from the disk.
 
-    The step is replayed as it failed here: in the same mode, with the same seed.
+    The step is replayed as it failed here: in the same mode, with the same seed, without autocast if it was so.
     """
     path, *flags = report.arguments
     if report.runs is not None:
         flags += ["--mode", "train" if report.runs.autocast.training else "eval"]
+        flags += ["--amp-dtype", "none"] if report.runs.autocast.policy == "none" else []
         flags += [] if report.runs.autocast.seed is None else ["--seed", str(report.runs.autocast.seed)]
     flags += [text for name in changed for text in ("--changed", name)]
     # `-m` puts the working directory on the import path, where a stranger's random.py may lie beside the dump.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from nandoctor.causes.base import Finding, GradientFinding, is_log_of_mask, writes_infinity
@@ -25,6 +25,7 @@ from nandoctor.evidence.formats import FP32, FloatFormat
 from nandoctor.evidence.report import Cause, Diagnosis
 from nandoctor.evidence.trace import NonfiniteCounts, OpCall, Trace
 from nandoctor.ops import EXPONENTIALS, GRADIENT_SUM
+from nandoctor.text import code, join_first
 
 _DISCARDED = "where-gradient-trap"
 _ALWAYS_OVERFLOW = EXPONENTIALS - {"pow"}
@@ -148,6 +149,13 @@ def _places(numel: int, counts: NonfiniteCounts) -> object:
 
 UNSCALED = "Gradients are those of the unscaled loss: pass --loss-scale if GradScaler multiplied it."
 """A note for fp16 without a known loss scale: gradients that are finite without it may exceed 65504 with it."""
+
+
+def describe_outside(names: Sequence[str]) -> Iterator[str]:
+    """Yield what the backward pass also gave gradients, which the model does not hold, and the file need not."""
+    if names:
+        named = join_first([code(name) for name in names], 3)
+        yield f"Trained outside of the model, with the values that your code gives it here: {named}."
 
 
 def _hidden_origin(

@@ -9,6 +9,7 @@ draw what fp32 does, rounded. Dropout draws the same mask in every format.
 
 from __future__ import annotations
 
+import inspect
 import math
 import random
 from collections import OrderedDict, deque
@@ -76,8 +77,47 @@ class EndedEarly(BaseException):
     """A run has shown what was asked of it; code that catches every `Exception` does not catch it."""
 
 
+def held_by(loss: Callable[..., Any] | None) -> dict[str, nn.Module | torch.Tensor]:
+    """Return the modules and tensors that a loss is, is a method of, or reads by name from around it."""
+    own = inspect.unwrap(loss) if loss is not None else None
+    found = {"": own, "self": getattr(own, "__self__", None)}
+    if inspect.isfunction(own):
+        around = inspect.getclosurevars(own)
+        found |= {**around.globals, **around.nonlocals}
+    return {name: value for name, value in found.items() if isinstance(value, nn.Module | torch.Tensor)}
+
+
+def find_outside(
+    loss: torch.Tensor, model: nn.Module, held: Mapping[str, nn.Module | torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return what a backward pass gives gradients besides the model's weights, by the names of what is `held`."""
+    names = {id(tensor): name for _, name, tensor in known_tensors(model, {})}
+    for name, value in held.items():
+        inside = value.named_parameters() if isinstance(value, nn.Module) else [("", value)]
+        names |= {id(tensor): f"{name}.{inner}".strip(".") for inner, tensor in inside}
+    own, seen, found = {id(weight) for weight in model.parameters()}, set[Any](), dict[int, torch.Tensor]()
+    waiting = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+        if (leaf := getattr(node, "variable", None)) is not None and id(leaf) not in own:
+            found[id(leaf)] = leaf
+    shapes = (f"a trained tensor outside of the model ({list(leaf.shape)})" for leaf in found.values())
+    named = zip(shapes, found.items(), strict=True)
+    return {names.get(key, unnamed): leaf for unnamed, (key, leaf) in named}
+
+
 def run_backward(
-    model: nn.Module, loss: torch.Tensor, *, loss_scale: float, keep: bool, ends_early: bool, large: bool
+    parameters: Mapping[str, torch.Tensor],
+    loss: torch.Tensor,
+    *,
+    loss_scale: float,
+    keep: bool,
+    ends_early: bool,
+    large: bool,
 ) -> tuple[tuple[TensorStats, ...], Mapping[str, torch.Tensor] | None]:
     """Run the backward pass; return the statistics of non-finite parameter gradients, and all gradients if `keep`.
 
@@ -110,16 +150,17 @@ def run_backward(
             remedy="Return the tensor that training calls backward() on, not .item(), .detach() or a copy of it; "
             "without --loss the forward alone is judged.",
         )
-    for parameter in model.parameters():
-        parameter.grad = None
     with ExitStack() as stack:
-        named = {name: item for name, item in model.named_parameters() if item.requires_grad and item.is_leaf}
+        for parameter in parameters.values():
+            stack.callback(setattr, parameter, "grad", parameter.grad if parameter.is_leaf else None)
+            parameter.grad = None
+        named = {name: item for name, item in parameters.items() if item.requires_grad and item.is_leaf}
         for name, parameter in named.items() if ends_early or large else ():
             hook = parameter.register_post_accumulate_grad_hook(partial(take, name))  # type: ignore[no-untyped-call]
             stack.callback(hook.remove)
         with suppress(EndedEarly):
             run_backward_in_modes(loss * loss_scale)
-        made = {name: item.grad for name, item in model.named_parameters() if item.grad is not None}
+        made = {name: item.grad for name, item in parameters.items() if item.grad is not None}
         with plain_torch():
             nonfinite = [(name, gradient) for name, gradient in made.items() if not all_finite(gradient)]
             found = (*collect([(name, readings[name]) for name in named if name in readings]), *measure_all(nonfinite))
@@ -268,16 +309,18 @@ _SMALL_NBYTES = 1 << 16
 
 
 @contextmanager
-def restored(model: nn.Module) -> Iterator[tuple[Sequence[torch.Tensor], Callable[[torch.Tensor], bool]]]:
-    """Restore what the model's code, or the run itself, changes in the model in this context.
+def restored(
+    model: nn.Module, *others: nn.Module | torch.Tensor
+) -> Iterator[tuple[Sequence[torch.Tensor], Callable[[torch.Tensor], bool]]]:
+    """Restore what the model's code, or the run itself, changes in the model and `others` in this context.
 
     These are weights and buffers, written in place or replaced, and the modules' attributes, the containers directly in
     these, and the tensors and random generators in either; not state in files' globals, in closures, in caches of
-    functions and deeper in objects. It yields the tensors that the model holds, and a function that returns True for
+    functions and deeper in objects. It yields the tensors that these hold, and a function that returns True for
     one that no op has written to so far. Small tensors are copied before the run; large ones, whose memory may be a
     mapped file, just before the first write to them.
     """
-    state = _State(model)
+    state = _State((model, *others))
     with no_subclass_methods():  # a subclass's own methods may answer otherwise
         memory = state.keep_tensors()
         if memory.nbytes < _WATCHED_NBYTES:
@@ -293,14 +336,15 @@ def restored(model: nn.Module) -> Iterator[tuple[Sequence[torch.Tensor], Callabl
 
 
 class _State:
-    """The tensors that a model holds, each once, and what restores the state, last to first."""
+    """The tensors that modules hold, each once, and what restores the state, last to first."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, held: Iterable[nn.Module | torch.Tensor]) -> None:
         self.tensors: list[torch.Tensor] = []
         self.undo = ExitStack()
         self._seen: dict[int, Any] = {}  # with the values, since the id of a deleted one may be reused
         self._waiting: list[nn.Module] = []
-        self._keep(model)
+        for value in held:
+            self._keep(value)
         while self._waiting:
             self._keep_module(self._waiting.pop())
 

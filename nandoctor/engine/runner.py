@@ -27,6 +27,8 @@ from nandoctor.engine.module_state import (
     copied_input,
     copied_state,
     draw_in_fp32,
+    find_outside,
+    held_by,
     is_large,
     known_tensors,
     list_nonfinite_state,
@@ -203,7 +205,7 @@ def _record_once(step: FailingStep, watch: Watch, grad: bool, large: bool) -> tu
     call = replace(call, batch={name: copied_input(tensor, mode.policy.wider) for name, tensor in call.batch.items()})
     with in_mode(step.model, mode.training, step.recorded.training):
         with (
-            restored(step.model) as (state, is_unwritten),
+            restored(step.model, *held_by(step.loss).values()) as (state, is_unwritten),
             printed_changes(step.changes, step.model, step.loss),
             seeded(step.randomness, mode.device) as draws,
         ):
@@ -246,6 +248,7 @@ class _RecordedRun:
         self.gradients: Mapping[str, torch.Tensor] | None = None
         self.raised: Exception | None = None
         self._bad_gradients: tuple[TensorStats, ...] = ()
+        self._outside: Mapping[str, torch.Tensor] = {}
         self._has_backward = False  # derivatives that the loss takes are no backward pass
 
     def make(self, is_unwritten: Callable[[torch.Tensor], bool]) -> None:
@@ -291,6 +294,7 @@ class _RecordedRun:
             backward=self._backward.calls() if self._backward and self._has_backward else (),
             function_ops=self._backward.ops.calls() if self._backward and self._has_backward else (),
             bad_gradients=self._bad_gradients,
+            trained_outside=tuple(self._outside),
             num_samples=step.call.sample_count,
         )
 
@@ -307,8 +311,14 @@ class _RecordedRun:
                 self._has_backward = True
                 with user_code.kept_running(), torch.autocast(mode.device.type, enabled=False):
                     scale, keep, ends_early = mode.loss_factor, watch.keep, watch.ends_early
+                    self._outside = find_outside(self.loss, model, held_by(self._step.loss))
                     self._bad_gradients, self.gradients = run_backward(
-                        model, self.loss, loss_scale=scale, keep=keep, ends_early=ends_early, large=self._large
+                        {**dict(model.named_parameters()), **self._outside},
+                        self.loss,
+                        loss_scale=scale,
+                        keep=keep,
+                        ends_early=ends_early,
+                        large=self._large,
                     )
         except UnsupportedTorchError:  # of nandoctor's own, though raised inside the user's code
             raise

@@ -310,7 +310,8 @@ class Trace:
     `buffers` names the model's buffers, `built` the state that its own code makes non-finite, with True if that is only
     -inf, `spoilt_buffers` the buffers that have NaN or Inf only after the forward. `loss`, `backward` (the ops of the
     backward pass in its own order) and `bad_gradients` (the non-finite gradients of parameters) exist if a loss was
-    given. `function_ops` are the ops that ran in the backward of custom autograd Functions.
+    given. `function_ops` are the ops that ran in the backward of custom autograd Functions. `trained_outside` names
+    what the backward pass gives gradients besides the model's parameters.
 
     `unread` names parts of the output that could not be inspected; values in them are seen only in the ops.
 
@@ -338,6 +339,7 @@ class Trace:
     backward: tuple[OpCall, ...] = ()
     function_ops: tuple[OpCall, ...] = ()
     bad_gradients: tuple[TensorStats, ...] = ()
+    trained_outside: tuple[str, ...] = ()
     num_samples: int | None = None
     unread: tuple[str, ...] = ()
 

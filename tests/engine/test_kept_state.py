@@ -175,7 +175,8 @@ def test_what_a_backward_pass_writes_is_put_back(kind, monkeypatch):
     model.weight.data.fill_(1.0)
     with restored(model):
         output = BACKWARD_WRITES[kind](model(X), lambda: before.append(model.weight.data.mul_(3)))
-        run_backward(model, output.sum(), loss_scale=2.0, keep=True, ends_early=False, large=False)
+        weights = dict(model.named_parameters())
+        run_backward(weights, output.sum(), loss_scale=2.0, keep=True, ends_early=False, large=False)
         assert before
         assert not torch.equal(model.weight, torch.ones(4, 4))
     assert torch.equal(model.weight, torch.ones(4, 4))

@@ -88,5 +88,6 @@ def test_the_references_widen_a_backward_too():
     for policy, dtype in ((REFERENCE, torch.float32), (EXACT, torch.float64)):
         with apply_policy(policy, torch.device("cpu")):
             loss = 1e-9 * Rounding.apply(model.to(dtype)(torch.ones(1, 1, dtype=dtype))).sum()
-            _, gradients = run_backward(model, loss, loss_scale=1.0, keep=True, ends_early=False, large=False)
+            weights = dict(model.named_parameters())
+            _, gradients = run_backward(weights, loss, loss_scale=1.0, keep=True, ends_early=False, large=False)
         assert float(gradients["weight"]) > 0  # fp16 rounds 1e-9 to 0
