@@ -61,6 +61,8 @@ _SHRINKING = 0.5
 """Differences of a convergent sequence shrink at least so much from step to step; those of log(h) do not."""
 _LEAST = 1e-4
 """The error of a gradient that does not count, as a share of all gradients: 1e-6 with an eps, and 0 in the limit."""
+_CUT = 1e-9
+"""A gradient that becomes exactly 0 counts from this share of all on: what has none is never trained."""
 _ALIKE = 1e-3
 """Sides whose extrapolations differ by more, relative to the largest value, have no common limit."""
 
@@ -540,6 +542,8 @@ def _describe_gradients(made: Result, meant: Result, *, everywhere: bool) -> str
         if everywhere and not bool(known.all()):
             return f"the gradient of `{name}` has no limit at this point, and is replaced"
         ours = made.gradients[name].double() / made.gradient_scale
+        if bool((known & (ours == 0) & (theirs.abs() > _CUT * meant.gradient_norm)).any()):
+            return f"a gradient in `{name}` is cut off, where the formula has one"
         size = meant.gradient_norms[name] / meant.gradient_scale
         off = float(torch.where(known, ours - theirs, 0.0).norm())
         if off > max(TOLERANCE * size, least):
