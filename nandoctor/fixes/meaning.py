@@ -46,6 +46,7 @@ _BISECTIONS = 4
 """1 - erf(x) is 0 in float64 from 5.9 on, in fp32 from 3.9 on: that takes up to three more."""
 _STEPS = (2.0**-8, 2.0**-13, 2.0**-18)
 """Each is 1/32 of the one before: sqrt(h) still shrinks sixfold, and float64 keeps ten digits of 1/h."""
+_ROUNDING_IN_64 = 1e-10
 _ROUNDING = 2.0**-22
 """A step that fp32's rounding makes anywhere."""
 LOST = 0.5
@@ -186,6 +187,18 @@ class Meaning:
                 return all(bool(one.all()) for one in known)
         return False
 
+    @cached_property
+    def elsewhere(self) -> Meaning:
+        """The meaning of the step with each tensor and each number of a module times a factor of its own.
+
+        Zeros stay where they are, and so does a point like x = 0; what the formula gives there may be another number.
+        """
+        step = self.trials.step
+        scaled = {name: value * _factor_of(name) for name, value in step.call.batch.items() if _are_numbers(value)}
+        forward = partial(_forward_elsewhere, step)
+        call = Call(batch={**step.call.batch, **scaled}, used=step.call.used, forward=forward)
+        return replace(self, trials=self.trials.on(replace(step, call=call)))
+
     def find_fill(self, guard: GuardArgument) -> float:
         """Find the result of a guarded op with which the step comes to its limit: by secants, as it may bend it."""
         one, other = guard.fill, guard.fill + 1.0
@@ -193,8 +206,9 @@ class Meaning:
         if offs[0].shape != offs[1].shape:  # a sparse result has no zeros
             return guard.fill
         moved = (offs[1] - offs[0]).nan_to_num().abs()
-        if not bool(moved.any()):
-            return guard.fill
+        made = self.trials.exact(guard).values.values()
+        if not bool((moved > _ROUNDING_IN_64 * max((float(_largest(it).max()) for it in made), default=0.0)).any()):
+            return guard.fill  # as where what follows takes away any shift
         place = int(moved.argmax())
         before, last = (float(off[place]) for off in offs)
         for _ in range(4):  # of a straight line the first is exact
@@ -440,6 +454,24 @@ def _forward_beside(step: FailingStep, shifts: Tensors, batch: Tensors) -> Any:
     return step.call.forward(batch)
 
 
+def _forward_elsewhere(step: FailingStep, batch: Tensors) -> Any:
+    """Run the forward with other weights, buffers and attributes; every run puts back the model's state."""
+    for name, tensor in _list_held(step.model):
+        if _are_numbers(tensor) and tensor.is_floating_point():
+            tensor.data = tensor.data * _factor_of(name)
+    for path, module in step.model.named_modules():
+        own = () if type(module).__module__.startswith("torch.") else list(vars(module).items())
+        for name, value in own:
+            if type(value) is float:
+                vars(module)[name] = value * _factor_of(f"{path}.{name}")
+    return step.call.forward(batch)
+
+
+def _factor_of(name: str) -> float:
+    """Return a factor between 0.2 and 0.8, the same in every process."""
+    return 0.2 + 0.6 * (sum(name.encode()) % 16) / 16
+
+
 def _are_numbers(value: torch.Tensor) -> bool:
     """Return True for finite real numbers; zeros and ones are flags, unless they are weights or a number alone."""
     if not is_dense(value) or value.is_complex() or value.dtype is torch.bool or not value.numel():
@@ -499,7 +531,7 @@ def _extrapolate(run: Sequence[torch.Tensor]) -> torch.Tensor:
     ratio = torch.where(before == 0, 0.0, last / before)
     settled = torch.where(before.abs() <= _SETTLED * _largest(second), second, torch.nan)
     limit = torch.where(last.abs() <= _SHRINKING * before.abs(), third + last * ratio / (1 - ratio), settled)
-    limit = torch.where(limit.abs() <= _ALIKE * first.abs(), 0.0, limit)
+    limit = torch.where(limit.abs() <= _SHRINKING * third.abs(), 0.0, limit)  # it still shrinks, as sqrt(h) does
     return torch.where(torch.isfinite(third), limit, torch.inf)
 
 
@@ -535,14 +567,14 @@ def _describe_at(place: int, values: tuple[torch.Tensor, ...]) -> str:
 
 def _describe_gradients(made: Result, meant: Result, *, everywhere: bool) -> str | None:
     """Describe gradients that differ from the `meant` ones where these are numbers; `everywhere`: all have to be."""
-    least = max(_LEAST * meant.gradient_norm, torch.finfo(torch.float32).tiny)
+    cut, least = (max(share * meant.gradient_norm, torch.finfo(torch.float32).tiny) for share in (_CUT, _LEAST))
     for name in sorted(made.gradients.keys() & meant.gradients):
         theirs = meant.gradients[name].double() / meant.gradient_scale
         known = torch.isfinite(theirs)
         if everywhere and not bool(known.all()):
             return f"the gradient of `{name}` has no limit at this point, and is replaced"
         ours = made.gradients[name].double() / made.gradient_scale
-        if bool((known & (ours == 0) & (theirs.abs() > _CUT * meant.gradient_norm)).any()):
+        if bool((known & (ours == 0) & (theirs.abs() > cut)).any()):
             return f"a gradient in `{name}` is cut off, where the formula has one"
         size = meant.gradient_norms[name] / meant.gradient_scale
         off = float(torch.where(known, ours - theirs, 0.0).norm())

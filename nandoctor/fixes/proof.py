@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from nandoctor.changes.guard import GuardArgument
 from nandoctor.engine.runner import FailingStep
 from nandoctor.engine.samples import trace_without
 from nandoctor.evidence.edits import Change, Edit, flatten, is_text_alone, only_widens
@@ -275,6 +276,11 @@ def _judge_limit(proof: Proof) -> Said | None:
     if sentence is not None:
         return Said("failed", sentence, replaces=sentence)
     if proof.verifier.meaning.has_limit:
+        for guard in (it for it in flatten((proof.edit,)) if isinstance(it, GuardArgument)):
+            other = proof.verifier.meaning.elsewhere.find_fill(guard)
+            if abs(other - guard.fill) > TOLERANCE * max(abs(other), abs(guard.fill)):
+                alone = f"{guard.fill:g} is the limit for the numbers of this step alone; for others it is {other:g}"
+                return Said("failed", alone, replaces=alone)
         return Said("passed", "the change gives the formula's limit")
     return Said("not-checked", "no limit of the formula was found") if has_none else None
 
