@@ -455,7 +455,7 @@ def _forward_beside(step: FailingStep, shifts: Tensors, batch: Tensors) -> Any:
 
 
 def _forward_elsewhere(step: FailingStep, batch: Tensors) -> Any:
-    """Run the forward with other weights, buffers and attributes; every run puts back the model's state."""
+    """Run the forward with other weights, buffers, attributes and numbers; every run puts back the model's state."""
     for name, tensor in _list_held(step.model):
         if _are_numbers(tensor) and tensor.is_floating_point():
             tensor.data = tensor.data * _factor_of(name)
@@ -464,7 +464,15 @@ def _forward_elsewhere(step: FailingStep, batch: Tensors) -> Any:
         for name, value in own:
             if type(value) is float:
                 vars(module)[name] = value * _factor_of(f"{path}.{name}")
-    return step.call.forward(batch)
+    hook = step.model.register_forward_pre_hook(lambda _, *given: tree_map(_scaled_number, given), with_kwargs=True)
+    try:
+        return step.call.forward(batch)
+    finally:
+        hook.remove()
+
+
+def _scaled_number(given: Any) -> Any:
+    return given * _factor_of("") if type(given) is float else given
 
 
 def _factor_of(name: str) -> float:
