@@ -14,6 +14,7 @@ from nandoctor.diagnosis.run_summary import tabulate
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.reader import read_dump
 from nandoctor.engine.progress import Listener, Progress, listener_of
+from nandoctor.errors import DumpError
 from nandoctor.evidence.report import NOTHING_FOUND, Cause, FirstNonfinite, Fix, Origin, Report
 from nandoctor.evidence.verification import Verification
 from nandoctor.pipeline import add_fixes, replay_dump
@@ -22,6 +23,7 @@ from nandoctor.source_files import find_typed
 from nandoctor.step.model_loading import ModelSource
 from nandoctor.step.settings import ReplayOptions, Settings, StepOptions, anchor, settings_for
 from nandoctor.step.weights import take_weights
+from nandoctor.text import brief, in_python
 from nandoctor.verification import Changed, Query, tell_if_changed, verify_dump
 from nandoctor.views.fixes import command_arguments
 from nandoctor.views.plots import draw
@@ -44,6 +46,11 @@ def load(path: str | os.PathLike[str]) -> Dump:
     Raises:
         DumpError: the file is missing, broken, unsafe, or no dump.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise DumpError(
+            f"A dump cannot be of type {brief(type(path).__name__)}.",
+            remedy="Pass the path of the file, or what nandoctor.load returned for it.",
+        )
     return read_dump(path)
 
 
@@ -106,17 +113,16 @@ def verify(
     dump: Dump | str | os.PathLike[str],
     model: ModelSource | None = None,
     *,
-    changed: bool | Sequence[str | os.PathLike[str]] = (),
+    changed: bool | str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     progress: Progress = lambda *_: None,
     **options: Unpack[StepOptions],
 ) -> Verification:
     """Check whether the step of a dump, which failed, passes under the current code.
 
-    `dump`, `model` and `progress` are those of `replay`.
+    The other arguments are those of `replay` but `fixes`, `max_trials` and `time`.
 
     Args:
         changed: files that have changed since the failure, or True for "the code has", where the dump cannot tell.
-        **options: the keywords of `replay` but `fixes`, `max_trials` and `time`.
 
     Returns:
         The answer: `outcome` ("fixed", "passes", "still-fails" or "cannot-tell"), `headline`, `reasons`, `checks`,
@@ -125,6 +131,7 @@ def verify(
     Raises:
         NanDoctorError: the dump, the model, the call or an option is wrong; the message says what to do.
     """
+    changed = [changed] if isinstance(changed, str | os.PathLike) else changed
     files = changed if isinstance(changed, bool) else [Path(file) for file in changed]
     return check(dump, changed=files, progress=progress, model=model, **options)[0]
 
@@ -153,10 +160,7 @@ def repro(
 ) -> str:
     """Write a standalone script with the smallest tensors that still fail as the dump does.
 
-    `dump`, `model` and `progress` are those of `replay`.
-
-    Args:
-        **options: the keywords of `replay` but `fixes`, `max_trials` and `time`.
+    The arguments are those of `replay` but `fixes`, `max_trials` and `time`.
 
     Returns:
         The text of the script, which imports torch alone.
@@ -172,7 +176,7 @@ def repro(
 
 def _read(dump: Dump | str | os.PathLike[str], options: Mapping[str, Any]) -> tuple[Dump, Settings]:
     """Return the dump, and the settings to replay it with."""
-    dump = dump if isinstance(dump, Dump) else read_dump(dump)
+    dump = dump if isinstance(dump, Dump) else load(dump)
     settings = settings_for(dump.path, options)
     return take_weights(dump, settings), settings
 
@@ -246,7 +250,7 @@ class Case:
         save(self.report, Path(path))
 
     def __repr__(self) -> str:
-        return f"Case({self.report.verdict}: {self.report.headline})"
+        return f"Case({self.report.verdict}: {in_python(self.report.headline)})"
 
     def _repr_html_(self) -> str:
         from nandoctor.views.html import card_of

@@ -31,6 +31,21 @@ def test_the_dump_may_be_a_path_or_loaded(path, as_given):
     assert nandoctor.replay(as_given(path), Overflowing, fixes=False).verdict == "precision"
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda path: nandoctor.replay({"image": IMAGE}, Overflowing), "A dump cannot be of type dict"),
+        (lambda path: nandoctor.replay(path, Overflowing, weights=Overflowing().state_dict()), "weights cannot be"),
+        (lambda path: nandoctor.verify(path, 5), "5 is of type int, not a Module"),
+        (lambda path: nandoctor.triage(str(path.with_name("nope"))), "nope: no dumps found there"),
+    ],
+    ids=["dump", "weights", "model", "patterns"],
+)
+def test_a_wrong_argument_is_an_error_of_the_user(path, call, message):
+    with pytest.raises(nandoctor.NanDoctorError, match=message):
+        call(path)
+
+
 def test_options_are_those_of_the_settings(path):
     case = nandoctor.replay(path, Overflowing(), amp_dtype=torch.bfloat16, inputs="image", mode="eval", fixes=False)
     assert case.report.runs.autocast.dtype.name == "bfloat16"
@@ -76,12 +91,18 @@ def test_a_case_is_saved_as_its_ending_says(case, tmp_path, suffix):
     case.save(tmp_path / f"out{suffix}")
     start = (tmp_path / f"out{suffix}").read_bytes()[:200]
     assert {".json": b"{", ".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}[suffix] in start
+    (tmp_path / f"mine{suffix}").write_text("mine")
+    with pytest.raises(nandoctor.NanDoctorError, match="did not write it"):
+        case.save(tmp_path / f"mine{suffix}")
 
 
 def test_a_case_draws_and_shows_itself(case):
     assert case.plot().axes
     assert case.plot()._repr_png_().startswith(b"\x89PNG")
     assert "scale" in case._repr_html_()
+    assert f"<code>!nandoctor explain {case.cause.code}</code>" in case._repr_html_()
+    assert repr(case.cause).startswith(f"Cause({case.cause.code}: ")
+    assert repr(case.fixes[0]) == f"Fix(verified: {case.fixes[0].title})"
 
 
 def test_the_package_offers_its_names_and_no_others():

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from nandoctor.changes.editor import Editor
 from nandoctor.changes.expression import Expression, applied
-from nandoctor.changes.places import cell_name, place_of
+from nandoctor.changes.places import place_of
 from nandoctor.changes.running_op import RunningOp
 from nandoctor.changes.source_tree import CannotWriteError, SourceTree, on_one_line
 from nandoctor.changes.source_writer import SourceWriter
@@ -18,7 +18,7 @@ from nandoctor.evidence.edits import OpSite, SingleEdit, Snippet, kind_of_change
 from nandoctor.evidence.formats import FP32, FloatFormat
 from nandoctor.evidence.trace import LOSS, SourceLine
 from nandoctor.ops import CASTS, PRODUCTS
-from nandoctor.text import join_words
+from nandoctor.text import file_name, join_words
 
 _WIDEN = """def widen(module, args, kwargs):
     def cast(value):
@@ -150,7 +150,7 @@ class KeepLines(SingleEdit):
     def title(self) -> str:
         """The lines."""
         numbers = join_words([str(line.line) for line in self.lines])
-        where = f"line{'s' * (len(self.lines) > 1)} {numbers} of {cell_name(self.lines[0].file)}"
+        where = f"line{'s' * (len(self.lines) > 1)} {numbers} of {file_name(self.lines[0].file)}"
         return f"Compute {where} in {self.format}{'' if self.off_autocast else ', and cast the result back'}"
 
     def write(self, source: SourceWriter) -> None:

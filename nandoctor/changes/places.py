@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 
 from nandoctor.evidence.edits import OpSite
 from nandoctor.evidence.trace import OpCall, OpTensor
 from nandoctor.ops import SINGULAR_INPUTS
-from nandoctor.text import printable
+from nandoctor.text import file_name
 
 
 def site_of(op: OpCall) -> OpSite:
@@ -18,15 +17,7 @@ def site_of(op: OpCall) -> OpSite:
 
 def place_of(site: OpSite) -> str:
     """Return a site as "line 3 of net.py"; "" if its line is unknown."""
-    return "" if site.source is None else f"line {site.source.line} of {cell_name(site.source.file)}"
-
-
-def cell_name(file: str) -> str:
-    """Return IPython's name for the cell behind a code object's file, such as "cell In[3]"; else the file's name."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    describe = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)
-    kind, name = describe(file) or ("", "")
-    return printable(f"{kind.lower()} {name}" if name else file.replace("\\", "/").rpartition("/")[2])
+    return "" if site.source is None else f"line {site.source.line} of {file_name(site.source.file)}"
 
 
 def in_place(site: OpSite) -> str:

@@ -15,14 +15,14 @@ from nandoctor.cli.shared import (
     GroupedCommand,
     OutputConsole,
     call,
-    check_replaceable,
     file_option,
     json_option,
     settings_options,
     show,
+    wrong_usage,
 )
 from nandoctor.views.plots import PLOTS
-from nandoctor.views.save import ENDINGS, PICTURE_ENDINGS, save, write_text
+from nandoctor.views.save import ENDINGS, PICTURE_ENDINGS, check_target, save, write_text
 
 if TYPE_CHECKING:
     from nandoctor.evidence.report import Report
@@ -49,7 +49,7 @@ EXIT_NOT_REPRODUCED = 3
 def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, **options: Any) -> None:
     """Replay DUMP under CUDA's autocast and in fp32, name what makes the first NaN or Inf, and find a fix.
 
-    Exit: 0 analysed, 1 an error, 2 wrong usage, 3 the saved NaN did not come back, or not all could be looked at.
+    Exit: 0 analysed, 1 an error, 2 wrong usage, 3 the NaN did not come back or not all was seen, 130 interrupted.
     """
     if check:
         sys.exit(_check(dump, outputs, options, as_json=as_json))
@@ -95,7 +95,8 @@ def plot(dump: Path, file: Path | None, kind: str, **options: Any) -> None:
     """Replay DUMP, and plot its layers."""
     if file is None:
         file = Path(f"{dump.stem}.{kind}.png")
-        check_replaceable(file)
+        with wrong_usage():
+            check_target(file, PICTURE_ENDINGS)
     _write_all(call("replay", dump, {**options, "fixes": False}).report, (file,), kind=kind)
 
 

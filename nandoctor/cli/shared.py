@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.codec import to_json
 from nandoctor.step.settings import OPTIONS, Option, OptionGroup, check_setting
 from nandoctor.views.blocks import document
-from nandoctor.views.save import check_ending, is_replaceable
+from nandoctor.views.save import check_target
 from nandoctor.views.terminal import print_document
 
 if TYPE_CHECKING:
@@ -124,11 +125,18 @@ def _check(name: str, _: click.Context, __: click.Parameter, value: Any) -> Any:
         value = not OPTIONS[name].flag.startswith("--no-")
     if name == "model_args":
         value = dict(map(_parse_argument, value))
-    try:
+    with wrong_usage():
         check_setting(name, value)
+    return value
+
+
+@contextmanager
+def wrong_usage() -> Iterator[None]:
+    """Report an error about what was typed as wrong usage."""
+    try:
+        yield
     except NanDoctorError as error:
         raise click.BadParameter(f"{error.message} {error.remedy}") from error
-    return value
 
 
 def _parse_argument(text: str) -> tuple[str, Any]:
@@ -139,24 +147,13 @@ def _parse_argument(text: str) -> tuple[str, Any]:
     return name, read_option(value)
 
 
-def check_replaceable(file: Path) -> None:
-    """Refuse to overwrite a file that nandoctor did not write, and one of another kind, as a dump, by a link to it."""
-    if file.exists() and (not is_replaceable(file) or file.resolve().suffix != file.suffix):
-        raise click.BadParameter(f"{file} exists, and nandoctor did not write it: name another file, or remove it.")
-
-
 def file_option(name: str, endings: Sequence[str], about: str, *, multiple: bool = False) -> Callable[[_Verb], _Verb]:
     """Return the option -o, which checks before the replay that its files can be written after it, and may be."""
 
     def check(_: click.Context, __: click.Parameter, files: Path | tuple[Path, ...] | None) -> Any:
-        for file in files if isinstance(files, tuple) else filter(None, [files]):
-            try:
-                check_ending(file, endings)
-            except NanDoctorError as error:
-                raise click.BadParameter(error.message) from error
-            check_replaceable(file)
-            if not file.parent.is_dir():
-                raise click.BadParameter(f"there is no folder {file.parent}.")
+        with wrong_usage():
+            for file in files if isinstance(files, tuple) else filter(None, [files]):
+                check_target(file, endings)
         return files
 
     path = click.Path(path_type=Path)

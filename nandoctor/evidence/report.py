@@ -107,6 +107,9 @@ class FirstNonfinite:
     would_be: float | None
     state: tuple[TensorStats, ...] = ()
 
+    def __repr__(self) -> str:
+        return f"FirstNonfinite({self.where} of {self.place.in_words})"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
@@ -163,6 +166,9 @@ class Cause(Account):
 
     code: str
     title: str
+
+    def __repr__(self) -> str:
+        return f"Cause({self.code}: {self.explanation})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,6 +291,9 @@ class Fix:
     outcome: TrialOutcome
     cost: FixCost | None = None
     rank: int
+
+    def __repr__(self) -> str:
+        return f"Fix({'verified' if self.verified else 'not verified'}: {self.title})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,6 @@ from torch import nn
 
 from nandoctor.changes.editor import Library
 from nandoctor.changes.keep_fp32 import KeepModule, modules_in_fp32
-from nandoctor.changes.places import cell_name
 from nandoctor.changes.source_writer import Probed, SourceWriter, past_bound, to_edges
 from nandoctor.engine.interventions import reachable
 from nandoctor.evidence.edits import (
@@ -22,13 +21,13 @@ from nandoctor.evidence.edits import (
     PrintedChange,
     SingleEdit,
     Snippet,
-    SourcePatch,
     Together,
     flatten,
     unified_diff,
 )
 from nandoctor.evidence.report import ChangeKind, FixSettings
 from nandoctor.evidence.trace import LOSS, OpCall
+from nandoctor.text import file_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +65,11 @@ class ChangeWriter:
         title = write_title(edit)
         patch = self._source.write(singles)
         if patch is not None:
+            cells = "".join(unified_diff(file, file_name(file.path), file_name(file.path)) for file in patch.files)
             yield WrittenChange(
                 kind="source" if patch.root else "cell",
                 title=write_title(edit, self._source.places),
-                text=patch.diff() if patch.root else _diff_of_cells(patch),
+                text=patch.diff() if patch.root else cells,
                 change=patch,
                 at_edge=self._source.probe(singles, to_edges),
                 past_bound=self._source.probe(singles, past_bound),
@@ -95,11 +95,6 @@ def _known_names(file: str, model: nn.Module, loss: Any) -> frozenset[str]:
     """Return the names of modules and classes that code without a file can use: another cell may have imported them."""
     space = next((function.__globals__ for function in reachable(file, model, loss)), {})
     return frozenset(name for name, value in space.items() if isinstance(value, ModuleType | type))
-
-
-def _diff_of_cells(patch: SourcePatch) -> str:
-    """Return the change of code without a file, such as a notebook's cells, as a diff."""
-    return "".join(unified_diff(file, cell_name(file.path), cell_name(file.path)) for file in patch.files)
 
 
 def _is_low(module: nn.Module) -> bool:

@@ -42,7 +42,7 @@ from nandoctor.file_memory import cast_to_file
 from nandoctor.machine import is_out_of_memory, memory_of
 from nandoctor.source_files import package_of, parse_source
 from nandoctor.step.scripts import Script
-from nandoctor.text import brief, join_first, relative_path
+from nandoctor.text import brief, brief_value, join_first, relative_path
 from nandoctor.torch_compat import loads_plainly, storage_of
 
 ModelSource = str | nn.Module | Callable[..., nn.Module]
@@ -83,7 +83,7 @@ def build_model(spec: ModelSource, arguments: Mapping[str, Any], *, directory: P
             return _copy(found, name)
         if not callable(found):
             raise ModelError(
-                f"{name} is a {type(found).__name__}, not a Module, a Module class or a function that makes one.",
+                f"{brief_value(spec)} is of type {type(found).__name__}, not a Module or what makes one.",
                 remedy="Point --model at the class or function that builds the network.",
             )
         values = {k: find_attribute(v, directory=directory) if names_object(v) else v for k, v in arguments.items()}

@@ -120,7 +120,7 @@ class Settings:
     )
     output: str | None = _setting("step", "--output", "The saved output to compare the replay with.", metavar="KEY")
     amp_dtype: Literal["float16", "bfloat16", "none"] | None = _choice(
-        "--amp-dtype", "What autocast computed in (default: the dump's, else float16).", "float16", "bfloat16", "none"
+        "--amp-dtype", "What autocast computed in (default: what fits the file best).", "float16", "bfloat16", "none"
     )
     policy: Literal["cuda", "native"] | None = _choice(
         "--policy", "CUDA's op lists (default), or torch's for the device.", "cuda", "native"
@@ -222,12 +222,13 @@ def check_setting(name: str, value: Any) -> Any:
         fitting = from_plain(_HINTS[name], value, place=name)
         if fitting is None or OPTIONS[name].accepts(fitting):
             return fitting
-    raise NanDoctorError(f"{name} cannot be {value!r}.", remedy=f"It is {OPTIONS[name].holds}.")
+    raise NanDoctorError(f"{name} cannot be {brief(repr(value))}.", remedy=f"It is {OPTIONS[name].holds}.")
 
 
 def settings_for(dump: Path, options: Mapping[str, Any]) -> Settings:
     """Return the project's settings for this dump, overridden by the `options` that are not None, paths absolute."""
-    given = {name: anchor(value) if name in _SPECS else value for name, value in options.items() if value is not None}
+    given = {name: check_setting(name, value) for name, value in options.items() if value is not None}
+    given |= {name: anchor(given[name]) for name in _SPECS if name in given}
     if "weights" in given:
         given["weights"] = str(Path(given["weights"]).absolute())
     return override(read_settings(dump), given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from functools import cache
 from typing import Any
 
@@ -11,7 +12,7 @@ from markupsafe import Markup
 from markupsafe import escape as escape_html
 
 from nandoctor.errors import NanDoctorError
-from nandoctor.text import diff_kind, printable, printable_code, split_code
+from nandoctor.text import diff_kind, in_python, printable, printable_code, split_code
 from nandoctor.views.blocks import Plot, document, excerpt_lines
 from nandoctor.views.markdown import draw_markdown
 from nandoctor.views.plots import PLOTS, draw
@@ -54,8 +55,10 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.filters.update(
-        with_code=with_code, code_line=code_line, diff_kind=diff_kind, excerpt_lines=excerpt_lines, slug=_slug
+        with_code=with_code, in_python=in_python, diff_kind=diff_kind, excerpt_lines=excerpt_lines
     )
+    environment.filters["code_line"] = lambda line: escape_html(printable_code(line))  # to be copied, with its tabs
+    environment.filters["slug"] = lambda name: "h-" + re.sub(r"\W+", "-", name.lower())
     environment.globals.update(kind_of=lambda block: type(block).__name__, draw_plot=_draw_plot)
     return environment
 
@@ -66,13 +69,3 @@ def with_code(text: str) -> Markup:
         Markup("<code>{}</code>").format(part) if is_code else escape_html(part)
         for part, is_code in split_code(printable(text))
     )
-
-
-def code_line(line: str) -> Markup:
-    """Return an escaped line of code to be copied, with its tabs."""
-    return escape_html(printable_code(line))
-
-
-def _slug(name: str) -> str:
-    """Return an id for a section's name."""
-    return "h-" + "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())

@@ -31,9 +31,9 @@ def save(found: Any, path: Path, *, plot: str = "ranges") -> None:
     """Write the page (.html), Markdown (.md), the record (.json) or a plot of a report (.png, .svg, .pdf).
 
     Raises:
-        NanDoctorError: the extension is unknown, there is nothing to draw, or the file cannot be written.
+        NanDoctorError: as by `check_target`, or there is nothing to draw, or the file cannot be written.
     """
-    check_ending(path, ENDINGS)
+    check_target(path, ENDINGS)
     ending = path.suffix.lower()
     if ending in PICTURE_ENDINGS:
         from nandoctor.views.plots.figures import image_of
@@ -49,13 +49,19 @@ def save(found: Any, path: Path, *, plot: str = "ranges") -> None:
         write_text(f"{draw_markdown(document(found, 'page'))}\n<!-- {MARK} -->\n", path)
 
 
-def check_ending(path: Path, endings: Sequence[str]) -> None:
-    """Raise NanDoctorError if the path ends in none of `endings`."""
+def check_target(path: Path, endings: Sequence[str]) -> None:
+    """Raise NanDoctorError if the path has another ending, no folder, or is a file of another kind or maker."""
     if path.suffix.lower() not in endings:
         raise NanDoctorError(
             f"{path}: unknown ending; use {join_words(endings, 'or')}.",
             remedy="The ending of the name decides what is written.",
         )
+    if path.exists() and (not is_replaceable(path) or path.resolve().suffix != path.suffix):
+        raise NanDoctorError(
+            f"{path} exists, and nandoctor did not write it.", remedy="Name another file, or remove it."
+        )
+    if not path.parent.is_dir():
+        raise NanDoctorError(f"There is no folder {path.parent}.", remedy="Create it, or name a file in another one.")
 
 
 def write_text(text: str, path: str | os.PathLike[str]) -> None:

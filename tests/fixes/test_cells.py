@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from nandoctor.changes.places import cell_name
 from nandoctor.engine.interventions import printed_changes
 from nandoctor.evidence.edits import ChangedFile, SourcePatch
+from nandoctor.text import file_line, file_name
 
 CELL = """
 class Base(nn.Module):
@@ -119,5 +119,5 @@ def test_a_frozen_function_has_the_patch_for_the_run_alone():
 def test_a_cell_has_the_name_that_ipython_shows(monkeypatch):
     shell = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell()
     monkeypatch.setattr("IPython.get_ipython", lambda: shell)
-    assert cell_name(shell.compile.cache("x = 1", 3)) == "cell In[3]"
-    assert cell_name("/tmp/ipykernel_7/5.py") == "5.py"
+    assert file_line(shell.compile.cache("x = 1", 3), 1) == "cell In[3]:1"
+    assert file_name("/tmp/ipykernel_7/5.py") == "5.py"

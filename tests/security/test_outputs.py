@@ -64,7 +64,7 @@ def test_a_file_of_somebody_else_stays(folder):
         Path(name).write_text("mine")
         result = run("replay", "-o", name, *REPLAY[1:])
         assert (result.exit_code, Path(name).read_text()) == (2, "mine")
-        assert "did not write it: name another file, or remove it" in " ".join(result.stderr.split())
+        assert "did not write it. Name another file, or remove it" in " ".join(result.stderr.split())
         Path(name).unlink()
     assert run(*REPLAY, *(word for name in names for word in ("-o", name))).exit_code == 0
     assert [name for name in names if not is_replaceable(Path(name))] == []
@@ -75,7 +75,7 @@ def test_a_plot_does_not_replace_the_dump_that_it_is_drawn_from(folder):
     before = Path("sick.pth").read_bytes()
     result = run("plot", "-o", "link.png", *REPLAY[1:4])
     assert (result.exit_code, Path("sick.pth").read_bytes()) == (2, before)
-    assert "name another file" in " ".join(result.stderr.split())
+    assert "Name another file" in " ".join(result.stderr.split())
 
 
 VERBS = {

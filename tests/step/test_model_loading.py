@@ -114,7 +114,7 @@ def test_a_folder_named_like_a_library_is_no_package(write, tmp_path, line):
         ("net.py:make_modle", r"has no 'make_modle'\."),
         ("net.py:Holder.nett", r"has no 'Holder\.nett'\."),
         ("no_such_package_at_all:Net", "raised ModuleNotFoundError: No module named 'no_such_package_at_all'"),
-        ("net.py:Holder.width", "is a int, not a Module"),
+        ("net.py:Holder.width", "is of type int, not a Module"),
         ("net.py:make_config", "returned a dict, not a Module"),
         ("net.py:make_trouble", r"make_trouble\(\) raised ValueError at .*net\.py:20: no such backbone"),
     ],
