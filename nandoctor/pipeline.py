@@ -246,6 +246,14 @@ def _write_report(replayed: Replayed, findings: Findings, preparation: Preparati
     draws_on_gpu = findings.random and step.mode.device.type == "cuda"
     called = f"Replayed as {step.call.description} in {mode_text(trace.seed, trace.training)}."
     known, same = step.loss is not None, replayed.reproduction.grade == "exact"
+    notes = (
+        called,
+        *dict.fromkeys((*replayed.notes, *preparation.notes)),
+        *findings.notes,
+        *describe_idle_state(verdict, summary, trace.built),
+        *describe_runs(trace, reference, step.low, draws_on_gpu=draws_on_gpu),
+    )
+    advice = advise(verdict, summary, findings.gaps, has_loss=known, same_output=same, built=trace.built)
     # The excerpt shows the expression that the headline names: the cause's own, else the origin's.
     source = first and ((first.cause and first.cause.source) or first.origin.called_from or first.origin.source)
     return Report(
@@ -263,14 +271,8 @@ def _write_report(replayed: Replayed, findings: Findings, preparation: Preparati
         runs=summarize_runs(trace, reference, step.low),
         dump=summary,
         environment=describe_environment(step.mode.device, step.recorded),
-        notes=(
-            called,
-            *dict.fromkeys((*replayed.notes, *preparation.notes)),
-            *findings.notes,
-            *describe_idle_state(verdict, summary, trace.built),
-            *describe_runs(trace, reference, step.low, draws_on_gpu=draws_on_gpu),
-        ),
-        next_steps=advise(verdict, summary, findings.gaps, has_loss=known, same_output=same, built=trace.built),
+        notes=notes,
+        next_steps=tuple(text for text in advice if text not in notes),
         difference=findings.difference,
         excerpt=read_excerpt(source) if source else None,
     )

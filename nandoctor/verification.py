@@ -107,7 +107,7 @@ def _add_outcome(report: Report, verification: Verification) -> Report:
         files = join_first([change.file for change in code.changes], 3)
         note = f"Written after the dump: {files}. If that was your fix, it works: {command}"
         return replace(report, notes=(*report.notes, note))
-    return replace(report, notes=(*report.notes, *verification.reasons))
+    return replace(report, notes=tuple(dict.fromkeys((*report.notes, *verification.reasons))))
 
 
 def _fails_by_running_statistics(report: Report) -> bool:
@@ -189,7 +189,7 @@ def _describe_failure(found: Diagnosed, dump: Dump) -> str | None:
         return _SAYS_WHAT_FAILED[reason]
     nonfinite = [array for array in report.dump.arrays if array.role == "output" and array.num_bad]
     if nonfinite:
-        return f"the saved {join_first([array.name for array in nonfinite], 3)} is non-finite"
+        return f"NaN or Inf in the saved {join_first([array.name for array in nonfinite], 3)}"
     graded = report.reproduction
     if graded.num_bad_saved and graded.numel:
         values = part_of(graded.num_bad_saved, graded.numel, "value")

@@ -7,14 +7,16 @@ How nandoctor tells
     The inputs are finite and outside the domain, and the output is NaN; or they are on its edge, and the output is
     infinite. A function whose domain is not known counts if float64 has no finite value either.
 Why it happens
-    Rounding pushed a value over the edge (a variance computed as E[x^2] - E[x]^2 is -1e-4, a cosine is 1.001), or
-    nothing bounds it.
+    Rounding pushed a value over the edge (a variance computed as E[x^2] - E[x]^2 is -1e-4, a cosine is 1.001), nothing
+    bounds it, or the data has values that mean something else (-999 for a missing one).
 Fix
-    Clamp to inside the domain: `x.clamp(min=1e-6).sqrt()`, `cosine.float().clamp(-1 + 1e-6, 1 - 1e-6).acos()` (in fp16,
-    1 - 1e-6 is 1). At the edge itself the value is finite, but the derivative is infinite. For a determinant that may
-    be negative, take the logarithm of its absolute value: `torch.linalg.slogdet(matrix)[1]`.
+    If rounding put the argument outside, compute it in fp32, or clamp it to inside the domain:
+    `x.clamp(min=1e-6).sqrt()`, `cosine.float().clamp(-1 + 1e-6, 1 - 1e-6).acos()` (in fp16, 1 - 1e-6 is 1). At the edge
+    itself the value is finite, but the derivative is infinite. For a determinant that may be negative, take the
+    logarithm of its absolute value: `torch.linalg.slogdet(matrix)[1]`. If the data or the program is wrong, a clamp
+    only hides it: repair or skip such samples, or correct the formula.
 When it is wrong
-    If rounding alone puts the argument outside, a clamp hides that: compute the argument in fp32.
+    A value that is outside by much more than rounding explains was most likely wrong before it came here.
 """
 
 from __future__ import annotations

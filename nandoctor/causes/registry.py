@@ -6,34 +6,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from typing import Any, Protocol
+from importlib import import_module
+from typing import Any, Protocol, cast
 
-from nandoctor.causes import (
-    division_by_zero,
-    elementwise_overflow,
-    empty_reduction,
-    eps_underflow,
-    exp_overflow,
-    fully_masked_softmax,
-    gradient_overflow,
-    gradient_singularity,
-    indeterminate_form,
-    input_cast_overflow,
-    invalid_domain,
-    log_of_zero,
-    loss_scale_overflow,
-    mask_constant_overflow,
-    matmul_overflow,
-    nonfinite_update,
-    optimizer_eps_underflow,
-    poisoned_buffers,
-    poisoned_input,
-    poisoned_target,
-    poisoned_weights,
-    reduction_overflow,
-    silent_overflow,
-    where_gradient_trap,
-)
 from nandoctor.causes.base import Candidate, CausePhase
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.report import Account, Cause
@@ -62,32 +37,14 @@ class CauseModule(Protocol):
         """Explain the finding, or return None to leave it to the next causes."""
 
 
-CAUSES: tuple[CauseModule, ...] = (
-    mask_constant_overflow,
-    input_cast_overflow,
-    loss_scale_overflow,
-    where_gradient_trap,
-    eps_underflow,
-    fully_masked_softmax,
-    exp_overflow,
-    reduction_overflow,
-    matmul_overflow,
-    elementwise_overflow,
-    log_of_zero,
-    division_by_zero,
-    empty_reduction,
-    indeterminate_form,
-    invalid_domain,
-    gradient_singularity,
-    gradient_overflow,
-    silent_overflow,
-    poisoned_weights,
-    poisoned_buffers,
-    poisoned_input,
-    poisoned_target,
-    optimizer_eps_underflow,
-    nonfinite_update,
-)
+_ORDER = """
+    mask_constant_overflow input_cast_overflow loss_scale_overflow where_gradient_trap eps_underflow
+    fully_masked_softmax exp_overflow reduction_overflow matmul_overflow elementwise_overflow log_of_zero
+    division_by_zero empty_reduction indeterminate_form invalid_domain gradient_singularity gradient_overflow
+    silent_overflow poisoned_weights poisoned_buffers poisoned_input poisoned_target
+    optimizer_eps_underflow nonfinite_update
+""".split()
+CAUSES: tuple[CauseModule, ...] = tuple(cast(CauseModule, import_module(f"nandoctor.causes.{name}")) for name in _ORDER)
 """In the order in which they are tried: of those with the phase, the first that can decide names the cause."""
 
 

@@ -355,13 +355,13 @@ def advise(
 
 _HEALTHY_WITH_LOSS = "If training did fail at this step, try the --mode, --seed, --inputs or --amp-dtype that it used."
 _FAILED_AFTER = (
-    "The output is that of your run, so the step failed after the model. If you changed the loss, that is your fix "
-    "working. If not, the loss has weights of its own, which are not in the file, or the loop changed the gradients "
-    "before the update, as hand-written clipping does."
+    "The output is that of your run, so the step failed after the model. Unless a change of the loss has fixed it, the "
+    "loss has weights of its own, which are not in the file, or the loop changed the gradients before the update, as "
+    "hand-written clipping does."
 )
 _ADVICE: dict[Verdict, str] = {
-    "not-reproduced": "If you changed the code, that is your fix working. If not, something is missing from the file: "
-    "try the --mode, --seed, --inputs or --amp-dtype that training used.",
+    "not-reproduced": "Unless a change of the code has fixed it, something is missing from the file: try the --mode, "
+    "--seed, --inputs or --amp-dtype that training used.",
     "healthy": "If training did fail at this step, look at the loss and the backward pass: pass --loss.",
     "input": "Look at how this batch is loaded and normalised; skip or repair the samples with NaN or Inf.",
     "state": "Go back to a checkpoint from before the state was broken, and replay the step that broke it.",

@@ -205,7 +205,7 @@ def _missing(dump: Dump, arrays: tuple[ArraySummary, ...], bad_buffers: tuple[Ar
     """Yield what the file lacks for a full replay, the gravest first; a file of weights alone lacks only its batch."""
     if not dump.holds_weights:
         yield "No weights: a replay takes them from a checkpoint, with --weights PATH."
-    yield from dump.missing
+    yield from (f"The recorder could not keep {text}." for text in dump.missing)
     if dump.is_recorded:
         return
     roles = {entry.role for entry in arrays}
@@ -218,9 +218,9 @@ def _missing(dump: Dump, arrays: tuple[ArraySummary, ...], bad_buffers: tuple[Ar
         )
     if not arrays:
         return
-    if not roles & {"output", "unknown"}:  # the output may have any name
+    if not roles & {"output", "unknown"}:  # output and target may have any name
         yield "No output: a replay cannot be checked against it. Next time add 'logit': output.detach().cpu()."
-    if "target" not in roles:
+    if not roles & {"target", "unknown"}:
         yield NO_TARGET
     if not dump.rng_states:
         yield (

@@ -260,13 +260,13 @@ def describe_difference(call: Call, guilty: tuple[int, ...]) -> str:
         name: value.detach().double().reshape(size, -1)
         for name, value in call.batch.items()
         if is_dense(value) and value.shape[:1] == (size,) and value.numel() and not value.is_complex()
+        if name in call.used or all_finite(value)
     }
-    told = []
-    for name, values in rows.items() if guilty and others else ():
-        if name in call.used or all_finite(values):
-            found = (rule(values[list(guilty)], values[others]) for rule in _DIFFERENCES)
-            told += [f"`{name}` {difference}" for difference in found if difference is not None][:1]
-    return " and ".join(told[:_MOST_DIFFERENCES])
+    for rule in _DIFFERENCES if guilty and others else ():  # what a later one finds beside it may be chance
+        found = {name: rule(values[list(guilty)], values[others]) for name, values in rows.items()}
+        if told := [f"`{name}` {difference}" for name, difference in found.items() if difference is not None]:
+            return "; ".join(told[:_MOST_DIFFERENCES])
+    return ""
 
 
 def _differ_by_nan(mine: torch.Tensor, theirs: torch.Tensor) -> str | None:

@@ -119,7 +119,7 @@ class GradientCheck:
             larger = min((usual for usual in self._scales(change) if usual > scale), default=scale)
             excused = scale < larger and self._overflows_anyway(larger)
             if excused:
-                aside = f"; at {number(larger)} they overflow without the failure too"
+                aside = f"; at {number(larger)} those of a sound step overflow too"
             elif scale < highest:  # what fits at the highest fits at all lower ones
                 aside = f"; not at {number(highest)}, with which GradScaler begins"
             if scale < min(_LEAST_SCALE, highest) and not excused:
@@ -154,7 +154,7 @@ class GradientCheck:
         if scale is not None and scale >= grown:
             return Said("passed", f"gradients are finite at loss scale {number(grown)} too")
         if self._overflows_anyway(grown):
-            return Said("not-checked", f"at loss scale {number(grown)} the gradients overflow without the failure too")
+            return Said("not-checked", f"at loss scale {number(grown)} the gradients of a sound step overflow too")
         return Said("failed", f"gradients are not finite at loss scale {number(grown)}")
 
     def _overflows_anyway(self, scale: float) -> bool:

@@ -22,7 +22,7 @@ from nandoctor.evidence.trace import OpCall
 from nandoctor.fixes.candidates import MAX_LEADS, distinct_leads
 from nandoctor.fixes.verify import Trials
 from nandoctor.ops import DOMAINS
-from nandoctor.text import number, plural
+from nandoctor.text import number
 
 
 def describe_search(
@@ -44,9 +44,7 @@ def describe_search(
     workaround = next((item for item in ranked if item.workaround is not None), None)
     if workaround is not None and not verified:
         yield "No change that was tried keeps what the formula means."
-        yield f"A workaround (`nandoctor fix --pick 1`): {workaround.title}. But {workaround.workaround}."
-    elif ranked and not verified:
-        yield f"No change helped: {plural(len(ranked), 'change')} tried."
+        yield f"A workaround (`--pick 1` of `nandoctor fix`): {workaround.title}. But {workaround.workaround}."
     if ranked and not verified and (advice := by_hand(findings)):
         yield advice
 
@@ -100,9 +98,11 @@ def find_program_error(findings: Findings, trials: Trials) -> str | None:
         return None
     name = DOMAINS[exact.op].argument
     taken = operand(exact, name) or f"the argument of {exact.op}"
+    is_data = getattr(exact.find_input(name), "origin", "") == "batch"
     return (
-        f"The program is wrong here: {taken} is outside the domain of {subject(exact)} by {number(_outside(exact))} "
-        "in float64 too, so no rounding made it. A clamp would only hide that."
+        f"The {'batch' if is_data else 'program'} is wrong here: {taken} is outside the domain of {subject(exact)} by "
+        f"{number(_outside(exact))} in float64 too, so no rounding made it. A clamp would only hide that"
+        f"{': repair or skip such samples' if is_data else ''}."
     )
 
 

@@ -156,9 +156,10 @@ def _describe_reference(first: FirstNonfinite) -> str | None:
     """Return fp32's values in the first non-finite tensor, compared with what its format can hold, or None."""
     if first.would_be is None:
         return None
-    low, finite = first.value.dtype, f"finite, up to {number(first.would_be)}"
+    low, reached = first.value.dtype, number(first.would_be)
+    finite = f"the {'loss' if first.where == 'loss' else 'output'} is finite, up to {reached}"
     if first.seen_in is not None:
-        finite = f"{short_place(first.seen_in).label} is given finite values, up to {number(first.would_be)}"
+        finite = f"{short_place(first.seen_in).label} is given finite values, up to {reached}"
     if low == FP32:
         return finite
     if low.holds(first.would_be):

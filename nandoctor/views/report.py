@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from nandoctor.evidence.formats import FP32, FP64
-from nandoctor.evidence.report import EpsUse, Fp32Module, Origin, Report, StepSetting
+from nandoctor.evidence.report import EpsUse, Origin, Report, StepSetting
 from nandoctor.evidence.trace import LOSS, describe_run
 from nandoctor.source_files import PACKAGE_FOLDERS
 from nandoctor.text import (
@@ -73,10 +73,7 @@ def answer_section(report: Report, level: Level) -> Section:
         remark=_remark(report),
         context=1 if level == "screen" else 3,
     )
-    facts = [
-        Fact(report.verdict, describe_verdict(report)),
-        Fact("replay", describe_reproduction(report.reproduction)),
-    ]
+    facts = [Fact(report.verdict, describe_verdict(report)), Fact("replay", describe_reproduction(report.reproduction))]
     return Section("", [source, Facts(facts)])
 
 
@@ -92,7 +89,12 @@ def describe_verdict(report: Report) -> str:
     run = report.runs.autocast if report.runs is not None else None
     under = "in the replay" if run is None or run.dtype == FP32 else describe_run(run.policy, run.dtype)
     kinds = kinds_text(report.origin.elements.kinds) if report.origin is not None else ""
-    return MEANINGS[report.verdict].format(under=under, kinds=kinds or "non-finite")
+    return MEANINGS[report.verdict].format(under=under, kinds=f"{_whose(report.origin)}{kinds or 'non-finite'}")
+
+
+def _whose(origin: Origin | None) -> str:
+    """Return what to put before values that are those of a gradient, and not of the line that is shown."""
+    return "gradient: " if origin is not None and origin.phase == "backward" else ""
 
 
 def _describe_where(report: Report) -> str:
@@ -124,7 +126,7 @@ def _remark(report: Report) -> str:
     if report.origin is None or not report.origin.elements.kinds:
         return ""
     found = report.origin.elements
-    return nonfinite_part(found.kinds, found.num_bad, found.numel, "value")
+    return _whose(report.origin) + nonfinite_part(found.kinds, found.num_bad, found.numel, "value")
 
 
 def _rest_of_screen(report: Report, following: list[Fact]) -> Iterator[Block]:
@@ -200,14 +202,12 @@ def fp32_facts(report: Report) -> Iterator[Fact]:
     verified = any(fix.verified and fix.kind in ("source", "cell", "snippet") for fix in report.fixes)
     enough = "enough" if verified else "finite then, though not verified as a fix"
     doubt = "" if search.complete else " (the search was cut short)"
-    members = [[_describe_member(module) for module in found.modules] for found in search.sets]
-    sets = [f"{join_first(names, _MAX_LISTED)}{' together' if len(names) > 1 else ''}" for names in members]
+    sets = []
+    for found in search.sets:
+        alone = [(it, "" if it.children else " without its submodules") for it in found.modules]
+        names = [f"{short_name(it.module or 'the model')}{without}" for it, without in alone]
+        sets.append(f"{join_first(names, _MAX_LISTED)}{' together' if len(names) > 1 else ''}")
     yield Fact("keep in fp32", f"{enough}: {'; or '.join(sets)}{doubt}")
-
-
-def _describe_member(member: Fp32Module) -> str:
-    owner = short_name(member.module or "the model")
-    return owner if member.children else f"{owner} without its submodules"
 
 
 def _variation_facts(report: Report) -> Iterator[Fact]:
