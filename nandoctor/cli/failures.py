@@ -67,6 +67,10 @@ def failures_told() -> Iterator[None]:
         yield
     except NanDoctorError as error:
         tell(f"nandoctor: {error.message}\n{remedy_for(error)}")
+        try:
+            sys.stdout.flush()
+        except OSError:  # its reader has gone
+            discard_output()
         sys.exit(error.exit_code)
     except (click.ClickException, click.exceptions.Exit):
         raise

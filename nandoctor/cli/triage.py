@@ -88,7 +88,7 @@ def _print(found: Triage, *, as_json: bool) -> None:
 def _progress_shown() -> Iterator[TriageProgress]:
     """Show a progress line if standard error is a terminal, and yield the function that moves it."""
     errors = Console(file=sys.stderr)
-    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
+    with Progress(console=errors, transient=True, disable=not errors.file.isatty()) as bar:
         task = bar.add_task("Starting workers", total=None)
         yield lambda stage, done, total: bar.update(
             task, description=f"{stage} {done:,} of {plural(total, 'dump')}", completed=done, total=total

@@ -27,7 +27,7 @@ from nandoctor.evidence.report import Fix, Report
 from nandoctor.evidence.verification import FixChoice, Verification, cannot_tell
 from nandoctor.source_files import PACKAGE_FOLDERS, decode_source
 from nandoctor.text import plural
-from nandoctor.views.fixes import WHERE_TO_RUN, command_for, no_fix_heading
+from nandoctor.views.fixes import WHERE_TO_RUN, code_of_fix, command_for, no_fix_heading
 from nandoctor.views.save import write_bytes
 
 EXIT_NOTHING_FAILED = 3
@@ -48,7 +48,7 @@ EXIT_NOTHING_FAILED = 3
 def verify(dump: Path, as_json: bool, **options: Any) -> None:
     """Check whether the failing step of DUMP passes under the code as it is now.
 
-    Exit: 0 fixed, 1 still fails, 125 cannot tell.
+    Exit: 0 fixed, or it passes and nothing shows that it failed; 1 still fails; 125 cannot tell.
     """
     with exit_code_answers():
         try:
@@ -128,9 +128,10 @@ def _choose(report: Report, pick: int | None) -> FixChoice:
 
 def _patch_of(chosen: Fix) -> SourcePatch:
     if chosen.kind != "source":
+        what = f"This fix is no diff of a file ({chosen.title}): {WHERE_TO_RUN[chosen.kind]}."
         raise NanDoctorError(
-            f"This fix is no diff of a file ({chosen.title}): {WHERE_TO_RUN[chosen.kind]}.",
-            remedy="Leave out --diff and --write to see it, or take another one with --pick N.",
+            "\n".join([what, *code_of_fix(chosen).lines]),
+            remedy="Without --diff and --write, nandoctor fix lists other fixes, if there are any.",
         )
     return SourcePatch(root=chosen.patch_root or ".", files=chosen.files)
 

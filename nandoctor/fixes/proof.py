@@ -60,13 +60,7 @@ class Verifier:
     """
 
     def __init__(
-        self,
-        trials: Trials,
-        *,
-        guilty: tuple[int, ...],
-        random: bool,
-        trusts_fp32: bool,
-        meaning: Meaning,
+        self, trials: Trials, *, guilty: tuple[int, ...], random: bool, trusts_fp32: bool, meaning: Meaning
     ) -> None:
         self.trials, self.search_trials = trials.with_gradients, trials
         self.guilty, self._trusts_fp32 = guilty, trusts_fp32
@@ -438,9 +432,7 @@ def _judge_variation(name: str, proof: Proof) -> Said:
     for tried in batches.first_tries(name, widens=only_widens(proof.edit)):
         said = [_judge_on(proof, batches.joined[names]) for names in tried]
         if all(one.status == "passed" for one in said) and _AS_FP32 not in said:
-            others = dict.fromkeys(other for names in tried for other in names if other != name)
-            text = f"{said[-1].text}, along with {', '.join(others)}" if others else said[-1].text
-            return Said("passed", text, batches.few)
+            return Said("passed", said[-1].text, batches.few)
     return _judge_on(proof, batches.variations[name])
 
 

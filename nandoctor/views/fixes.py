@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from nandoctor.evidence.formats import FP64
 from nandoctor.evidence.report import Check, Fix, FixSettings, Report, TrialOutcome
 from nandoctor.source_files import PACKAGE_FOLDERS
 from nandoctor.step.settings import OPTIONS
-from nandoctor.text import constant, percent, plural, printable, within
+from nandoctor.text import constant, join_words, percent, plural, printable, within
 from nandoctor.views.blocks import Block, Fact, Facts, Level, Patch, Section
 
 VISIBLE_ERROR = 0.01
@@ -142,10 +143,14 @@ def _check_facts(fix: Fix) -> Iterator[Fact]:
 
 
 def every_check(fix: Fix) -> list[Fact]:
-    """Return a line for each check: first the failed ones, then the passed ones, then those not made."""
+    """Return a line for each finding of checks: those of failed ones, then of passed ones, then of those not made."""
     labels = {"failed": "FAILED", "passed": "checked", "not-checked": "not checked"}
-    ordered = sorted(fix.checks, key=lambda check: [*labels].index(check.status))
-    return [Fact(labels[check.status], _describe_check(check)) for check in ordered]
+    alike: dict[Check, list[str]] = {}
+    for check in sorted(fix.checks, key=lambda check: [*labels].index(check.status)):
+        alike.setdefault(replace(check, name=""), []).append(check.name)
+    return [
+        Fact(labels[it.status], _describe_check(replace(it, name=join_words(names)))) for it, names in alike.items()
+    ]
 
 
 def _name_check(check: Check) -> str:

@@ -78,12 +78,12 @@ class ReplayDisplay(ReplayBar):
     """The display of a running replay: bars on standard error, the diagnosis on `output` once it is known.
 
     `num_told` is the number of the report's blocks that are printed; an interrupt of the search gives the rest of them.
-    There is no bar if standard error is not a terminal. Without an `output` nothing is printed.
+    There is no bar if standard error is no terminal, whatever FORCE_COLOR says. Without an `output` nothing is printed.
     """
 
     def __init__(self, output: Console | None = None) -> None:
         errors = Console(stderr=True)
-        super().__init__(errors, shown=errors.is_terminal and not errors.is_dumb_terminal)
+        super().__init__(errors, shown=errors.file.isatty() and not errors.is_dumb_terminal)
         self.num_told = 0
         self.stops_gently = output is not None
         self._output = output
