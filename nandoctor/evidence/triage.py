@@ -68,8 +68,8 @@ class Group(DumpFinding):
     """Dumps with one cause at one place in the code; the finding is that of the `representative`.
 
     `paths` are the files in the order of their steps, `modules` the dotted paths that the origin was found in. `steps`
-    are the first and the last. `fix` was verified on `representative`, the dump that `page` reports on; `fix_note` says
-    why there is none.
+    are the first and the last. `fix` was verified on `representative`, the dump that `page` reports on, and `command`
+    shows it; `fix_note` says why there is none.
     """
 
     kind: Literal["group"] = "group"
@@ -79,6 +79,7 @@ class Group(DumpFinding):
     runs: tuple[str, ...]
     representative: str
     fix_note: str = ""
+    command: str = ""
     page: str = ""
 
 

@@ -11,6 +11,7 @@ import glob
 import hashlib
 import json
 import os
+import shlex
 import stat
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,12 +31,15 @@ from nandoctor.fleet.pool import Workers, open_workers
 from nandoctor.fleet.worker import Job, JobAnswer
 from nandoctor.source_files import hash_of, read_regular
 from nandoctor.step.settings import Settings, settings_for
-from nandoctor.text import are, brief, plural
+from nandoctor.text import brief
+from nandoctor.views.fixes import command_arguments
 from nandoctor.views.html import page_of
 from nandoctor.views.save import is_replaceable, write_text
 from nandoctor.views.triage import triage_lines
 
 DUMP_ENDINGS = (".pth", ".pt")
+
+_Patterns = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 TriageProgress = Callable[[str, int, int], None]
 """Called with what is being done, how many files are done, and how many there are."""
@@ -55,7 +59,7 @@ class TriageOptions:
         timeout_s: seconds that a file may take; None for no limit.
     """
 
-    folder: Path = Path("nandoctor-triage")
+    folder: str | os.PathLike[str] = "nandoctor-triage"
     settings: Mapping[str, Any] = field(default_factory=dict)
     executor: Executor | None = None
     scheduler: str | None = None
@@ -69,21 +73,18 @@ class InterruptedTriageError(NanDoctorError):
     exit_code = 130
 
     def __init__(self, triage: Triage) -> None:
-        left = f"{plural(triage.num_left, 'file')} {are(triage.num_left)} left"
-        super().__init__(
-            f"interrupted, {left}.", remedy="Run the same command again to go on: finished files are not redone."
-        )
+        super().__init__("interrupted.", remedy="Run the same command again to go on: finished files are not redone.")
         self.triage = triage
 
 
-def find_dumps(patterns: Iterable[str | os.PathLike[str]]) -> list[Path]:
+def find_dumps(patterns: _Patterns) -> list[Path]:
     """Return the files that folders (searched for .pth and .pt), glob patterns and names match, each once, in order.
 
     Raises:
         NanDoctorError: one of them matches nothing.
     """
     found: dict[str, Path] = {}
-    for given in patterns:
+    for given in [patterns] if isinstance(patterns, str | os.PathLike) else patterns:
         pattern = os.fspath(given)
         path = Path(pattern)
         named = [path]
@@ -104,10 +105,7 @@ def _search(folder: Path) -> list[Path]:
 
 
 def triage(
-    patterns: Sequence[str | os.PathLike[str]],
-    options: TriageOptions | None = None,
-    *,
-    progress: TriageProgress = lambda *_: None,
+    patterns: _Patterns, options: TriageOptions | None = None, *, progress: TriageProgress = lambda *_: None
 ) -> Triage:
     """Replay many dumps, group them by cause and place, try fixes on one of each group, and write a page.
 
@@ -116,7 +114,7 @@ def triage(
     `if __name__ == "__main__":`, since the workers import the script.
 
     Args:
-        patterns: files, folders (searched for .pth and .pt) and glob patterns.
+        patterns: files, folders (searched for .pth and .pt) and glob patterns, or one of them.
         options: how the files are replayed, and where the results go.
         progress: called with (what is being done, files done, files in all).
 
@@ -146,7 +144,7 @@ class _TriageRun:
         self.options = options
         self.paths = paths
         self.progress = progress
-        self.store = Store(options.folder)
+        self.store = Store(Path(options.folder))
         self.results: dict[str, DumpResult] = {}
         self.with_fixes: dict[str, DumpResult] = {}
         self.num_reused = 0
@@ -191,8 +189,11 @@ class _TriageRun:
             return group
         if result.finding is None:
             return replace(group, fix_note=f"The search for fixes ended early ({result.outcome}): {result.reason}")
-        failed = "" if result.finding.fix else f"no change tried on {group.representative} was verified"
-        return replace(group, fix=result.finding.fix, fix_note=failed, page=result.page)
+        group = replace(group, fix=result.finding.fix, page=result.page)
+        if not group.fix:
+            return replace(group, fix_note=f"no fix was verified on {group.representative}")
+        arguments = command_arguments(Path(group.representative), self.options.settings)
+        return replace(group, command=shlex.join(["nandoctor", "fix", *arguments]) if arguments else "")
 
     def _make_job(self, path: Path, *, fixes: bool) -> Job | DumpResult:
         """Return the job of a worker for this file, or the result if that is known."""
@@ -226,11 +227,10 @@ _Key = tuple[object, ...]
 def group_results(results: Iterable[DumpResult]) -> tuple[Group, ...]:
     """Group the dumps that were analysed: failures first, then the largest groups."""
     members: dict[_Key, list[DumpResult]] = {}
-    for result in results:
+    for result in sorted(results, key=lambda it: (it.run, -1 if it.step is None else it.step, it.path)):
         if result.finding is not None:
             members.setdefault(_key(result.finding), []).append(result)
-    groups = [_make_group(sorted(found, key=_in_training_order)) for found in members.values()]
-    return tuple(sorted(groups, key=_rank))
+    return tuple(sorted(map(_make_group, members.values()), key=_rank))
 
 
 def _key(finding: DumpFinding) -> _Key:
@@ -257,10 +257,6 @@ def _make_group(results: Sequence[DumpResult]) -> Group:
         runs=tuple(sorted({result.run for result in results})),
         representative=representative.path,
     )
-
-
-def _in_training_order(result: DumpResult) -> tuple[str, int, str]:
-    return result.run, -1 if result.step is None else result.step, result.path
 
 
 def _rank(group: Group) -> tuple[bool, int, str, str]:
@@ -291,8 +287,7 @@ class Store:
         known = is_plain and (self.folder / _RESULTS).is_dir() and all(map(is_replaceable, written))
         if self.folder.is_dir() and any(self.folder.iterdir()) and not known:
             raise NanDoctorError(
-                f"{self.folder} holds files that nandoctor triage did not write.",
-                remedy="Name another folder with -o.",
+                f"{self.folder} holds files that nandoctor triage did not write.", remedy="Name another folder with -o."
             )
         try:
             for name in (_RESULTS, _REPORTS):

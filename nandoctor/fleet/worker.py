@@ -83,7 +83,11 @@ def _replay(job: Job) -> JobAnswer:
     from nandoctor.verification import tell_if_changed
     from nandoctor.views.html import page_of
 
-    dump = take_weights(read_dump(job.path), job.settings)
+    try:
+        dump = read_dump(job.path)
+    except DumpError as error:
+        return JobAnswer(result=_describe_error(job, error, "unreadable"))
+    dump = take_weights(dump, job.settings)
     found = replay_dump(dump, None, job.settings)
     if found.report.verdict == "not-reproduced":
         found = tell_if_changed(found, dump, job.settings)
@@ -135,10 +139,9 @@ def _list_sources(found: Diagnosed) -> Iterator[tuple[str, str]]:
             yield str(path), hash_of(path)
 
 
-def _describe_error(job: Job, error: BaseException) -> DumpResult:
-    outcome: FileOutcome = "unreadable" if isinstance(error, DumpError) else "failed"
-    told = str(error) if isinstance(error, NanDoctorError) else ""
-    text = told or f"{type(error).__name__}: {error}"
+def _describe_error(job: Job, error: BaseException, outcome: FileOutcome = "failed") -> DumpResult:
+    told = f"{error.message.rstrip('.')}. {error.remedy}" if isinstance(error, NanDoctorError) else ""
+    text = told.removeprefix(f"{job.path}: ") or f"{type(error).__name__}: {error}"  # others may have the same reason
     if is_out_of_memory(error):
         outcome, text = "out-of-memory", told or "There was not enough memory to replay it."
     return DumpResult(path=job.shown, key=job.key, outcome=outcome, reason=brief(" ".join(text.split()), _MAX_REASON))

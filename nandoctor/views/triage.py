@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 
 from nandoctor.evidence.codec import to_plain
 from nandoctor.evidence.triage import CodePlace, DumpResult, Group, Triage
@@ -43,7 +42,7 @@ def triage_document(triage: Triage, level: Level) -> Iterator[Block]:
         if missing := _missing_facts(triage.dumps, limit=len(triage.dumps)):
             yield Section("Not analysed", [Facts(missing)])
         return
-    fixes = [Fact(f"group {place}", text) for place, group in enumerate(triage.groups, 1) if (text := _fix_of(group))]
+    fixes = [fact for place, group in enumerate(triage.groups, 1) for fact in _fix_facts(group, f"group {place}")]
     page = [Fact("page", os.path.join(triage.folder, "index.html"))]  # noqa: PTH118  (as the user wrote it)
     yield from map(Facts, (fixes, _missing_facts(triage.dumps, limit=_MAX_LISTED), page))
 
@@ -90,9 +89,12 @@ def _table(groups: Sequence[Group]) -> Table:
     return Table(columns=[column for column in columns if any(cell not in ("-", "") for cell in column.cells)])
 
 
-def _fix_of(group: Group) -> str:
-    """Return what fixes a group, or why nothing does; "" if no fix was looked for."""
-    return f"{group.fix} (verified on {group.representative})" if group.fix else group.fix_note
+def _fix_facts(group: Group, label: str) -> Iterator[Fact]:
+    """Yield what fixes a group and the command that shows it, or why nothing does; nothing if no fix was looked for."""
+    if text := f"{group.fix} (verified on {group.representative})" if group.fix else group.fix_note:
+        yield Fact(label, text)
+    if group.command:
+        yield Fact(label, group.command, is_command=True)
 
 
 def _group_section(place: int, group: Group, reports: dict[str, str]) -> Section:
@@ -105,9 +107,9 @@ def _group_section(place: int, group: Group, reports: dict[str, str]) -> Section
         "modules": ", ".join(module or "the model" for module in group.modules),
         "steps": _describe_steps(group),
         "runs": ", ".join(group.runs),
-        "fix": _fix_of(group),
     }
     facts = [Fact(label, text) for label, text in known.items() if text not in ("", "-")]
+    facts += _fix_facts(group, "fix")
     if group.page:
         facts.append(Fact("report", f"the report on {group.representative}", link=group.page))
     files = [Fact("dump", path, link=reports.get(path, "")) for path in group.paths]
@@ -117,15 +119,15 @@ def _group_section(place: int, group: Group, reports: dict[str, str]) -> Section
 
 
 def _missing_facts(results: Iterable[DumpResult], *, limit: int) -> list[Fact]:
-    """Return the reasons why files were not analysed, the most frequent first, each with one of its files."""
+    """Return the reasons why most files were not analysed, by outcome, each with one of the files."""
     found: dict[tuple[str, str], list[str]] = {}
     for result in results:
         if result.outcome != "analysed":
-            reason = result.reason
-            for path in (result.path, str(Path(result.path).absolute())):  # one row may stand for many dumps
-                reason = reason.removeprefix(f"{path}: ")
-            found.setdefault((_OUTCOMES[result.outcome], reason), []).append(result.path)
-    rows = sorted([(sorted(paths), *why) for why, paths in found.items()], key=lambda row: (-len(row[0]), row[0]))
-    facts = [Fact(outcome, f"{join_first(paths, 1)}: {reason}") for paths, outcome, reason in rows[:limit]]
-    left = sum(len(paths) for paths, *_ in rows[limit:])
+            found.setdefault((_OUTCOMES[result.outcome], result.reason), []).append(result.path)
+    rows = [(outcome, sorted(paths), reason) for (outcome, reason), paths in found.items()]
+    rows.sort(key=lambda row: (-len(row[1]), row[1]))
+    order = [outcome for outcome, *_ in rows]
+    shown = sorted(rows[:limit], key=lambda row: order.index(row[0]))
+    facts = [Fact(outcome, f"{join_first(paths, 1)}: {reason}") for outcome, paths, reason in shown]
+    left = sum(len(paths) for _, paths, _ in rows[limit:])
     return [*facts, *([Fact("", f"{left:,} more, with other reasons, on the page")] if left else [])]

@@ -136,7 +136,8 @@ def test_the_origin_is_shown_where_it_is():
     figure = draw(factory.fixable(), "origin")
     assert (figure.axes[0].get_ylabel(), figure.axes[0].get_xlabel()) == ("dimension 2", "dimension 3")
     assert "; summed over dimension 0 and dimension 1" in figure.legends[0].get_title().get_text()
-    assert title(figure) == f"{factory.fixable().headline}. div in encoder.blocks.2.attention: NaN in 288 of 65,536."
+    found = "Origin: div in encoder.blocks.2.attention: NaN in 288 of 65,536."
+    assert title(figure) == f"{factory.fixable().headline}. {found}"
     assert figure.legends[0].get_texts()[-1].get_text() == "8 non-finite per cell"
     image = figure.axes[0].images[0].get_array()
     assert image[11, 5] == 8

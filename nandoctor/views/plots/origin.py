@@ -41,7 +41,7 @@ def draw_origin(report: Report) -> Figure:
     with matplotlib.style.context("default"):
         figure = new_figure(_LINE_HEIGHT_IN if len(grid.dims) == 1 else _HEIGHT_IN)
         _draw_map(figure.subplots(), grid)
-        write_finding(figure, report, f"{describe_origin(origin)}.")
+        write_finding(figure, report, f"Origin: {describe_origin(origin)}.")
         drawn = sorted({count for row in grid.counts for count in row if count})
         told = sorted({drawn[0], drawn[len(drawn) // 2], drawn[-1]})
         legend = [Patch(color=_COUNTS(count / drawn[-1]), label=f"{count:,} non-finite per cell") for count in told]

@@ -13,12 +13,13 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import FP32, FloatFormat
-from nandoctor.evidence.report import LayerRow, Report, Runs
+from nandoctor.evidence.report import LayerRow, Origin, Report, Runs
 from nandoctor.text import bits_text, brief, number
 from nandoctor.views.layers import Layers, name_runs, select_layers
 from nandoctor.views.plots.figures import NONFINITE_COLOR, new_figure, write_finding, write_legend
@@ -26,8 +27,6 @@ from nandoctor.views.plots.figures import NONFINITE_COLOR, new_figure, write_fin
 SKY, BLUE, ORANGE, GREY = "#56B4E9", "#0072B2", "#E69F00", "#999999"
 MAX_BARS = 48
 """Of more layers the bars would be too thin to tell one in front of another, and their names would collide."""
-_MAX_VECTORS = 1500
-"""More shapes than a panel has pixels are rasterized: a vector file of them would take long to open."""
 _PANEL_HEIGHT_IN, _TEXT_HEIGHT_IN, _LETTER_IN = 3.2, 1.2, 0.065
 _FIRST_NAME_WIDTH, _NAME_WIDTH = 36, 44
 _WHAT = "bars from the 5 % quantile of non-zero magnitudes to the largest, line at the median"
@@ -42,13 +41,14 @@ _CLIP = 1e8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStyle:
-    """The look of one run: `mark_at` is the height of its marks as a share of the panel's."""
+    """The look of one run: its bars, its marks for non-finite values, and their height as a share of the panel's."""
 
     name: str
     color: str
     alpha: float
     width: float
     median_color: str
+    mark: str
     mark_at: float
 
 
@@ -72,7 +72,7 @@ def draw_ranges(report: Report) -> Figure:
         axes = figure.subplots()
         marks = _draw_panel(axes, report.runs, layers)
         _name_layers(axes, layers)
-        _mark_first(axes, layers)
+        _mark_failure(axes, layers, report.origin)
         longest = max(len(label.get_text()) for label in axes.get_xticklabels())
         figure.set_figheight(_TEXT_HEIGHT_IN + _PANEL_HEIGHT_IN + _LETTER_IN * longest)
         write_finding(figure, report, describe_ranges(report))
@@ -82,15 +82,13 @@ def draw_ranges(report: Report) -> Figure:
 
 
 def describe_ranges(report: Report) -> str:
-    """Return the finding: the first non-finite layer and the largest value before it, or the tightest layer."""
-    layers = select_layers(report)
+    """Return the finding: what the operation that fails reads, or which layer comes closest to the limit."""
+    layers, origin = select_layers(report), report.origin
     low = report.runs.autocast.dtype if report.runs is not None else FP32
-    first = layers.first_nonfinite
-    if first is not None:
-        before = [row.absmax or 0.0 for pair in layers.pairs[:first] for row in pair.rows[:1]]
-        if not before:
-            return f"Nothing comes before {layers.pairs[first].label}."
-        return f"Values before {layers.pairs[first].label} reach {number(max(before))}; {low} holds {number(low.max)}."
+    if origin is not None and origin.phase == "forward" and origin.inputs:
+        widest = max(origin.inputs, key=lambda stats: stats.absmax or 0.0)
+        limit = f"; {low} holds {number(low.max)}" if low.max < (widest.absmax or 0.0) * _NEARBY else ""
+        return f"What {origin.op} reads reaches from {number(widest.min)} to {number(widest.max)}{limit}."
     tightest = layers.tightest()
     if tightest is None:
         return "No layer has a finite value."
@@ -118,8 +116,8 @@ def _draw_panel(axes: Axes, runs: Runs, layers: Layers) -> list[Artist]:
     _scale_panel(axes, layers, _find_limits(low, layers))
     _draw_bands(axes, low)
     name, own_name = name_runs(runs)
-    fp32 = RunStyle(name=name, color=SKY, alpha=0.5, width=0.86, median_color=BLUE, mark_at=0.92)
-    autocast = RunStyle(name=own_name, color=BLUE, alpha=1, width=0.4, median_color="white", mark_at=0.97)
+    fp32 = RunStyle(name=name, color=SKY, alpha=0.5, width=0.86, median_color=BLUE, mark="^", mark_at=0.92)
+    autocast = RunStyle(name=own_name, color=BLUE, alpha=1, width=0.4, median_color="white", mark="v", mark_at=0.97)
     if len(layers.pairs) > MAX_BARS:
         fp32 = replace(fp32, width=1.0)
         autocast = replace(autocast, width=1.0, alpha=0.0, median_color=BLUE)
@@ -132,11 +130,11 @@ def _draw_panel(axes: Axes, runs: Runs, layers: Layers) -> list[Artist]:
         legend.append(_draw_bars(axes, drawn, style))
         if nonfinite := [x for x, row in drawn if not row.finite]:
             heights, placed = [style.mark_at] * len(nonfinite), axes.get_xaxis_transform()
-            marks = axes.scatter(nonfinite, heights, s=22, c=NONFINITE_COLOR, marker="v", transform=placed, zorder=5)
+            marks = axes.scatter(
+                nonfinite, heights, s=22, c=NONFINITE_COLOR, marker=style.mark, transform=placed, zorder=5
+            )
             marks.set_label(f"non-finite, {style.name}")
             legend.append(marks)
-    for collection in axes.collections:
-        collection.set_rasterized(len(layers.pairs) > _MAX_VECTORS)
     return legend
 
 
@@ -196,7 +194,9 @@ def _draw_bars(axes: Axes, drawn: Sequence[tuple[int, LayerRow]], style: RunStyl
     for edge, color in ((median, style.median_color), (high, style.color)):
         known = ~np.isnan(edge)
         axes.hlines(edge[known], left[known], right[known], color=color, linewidth=1.2, zorder=3)
-    return Patch(color=style.color, alpha=style.alpha or 1, label=style.name)
+    if not style.alpha:
+        return Line2D([], [], color=style.color, label=f"{style.name} (median and largest)")
+    return Patch(color=style.color, alpha=style.alpha, label=style.name)
 
 
 def _name_layers(axes: Axes, layers: Layers) -> None:
@@ -215,16 +215,19 @@ def _name_layers(axes: Axes, layers: Layers) -> None:
             label.set(color=NONFINITE_COLOR, weight="bold")
 
 
-def _mark_first(axes: Axes, layers: Layers) -> None:
-    """Draw a labelled line through the first non-finite layer."""
-    place = layers.first_nonfinite
+def _mark_failure(axes: Axes, layers: Layers, origin: Origin | None) -> None:
+    """Draw a labelled line through the first non-finite layer, or the one in whose backward the failure begins."""
+    place, what = layers.first_nonfinite, "first non-finite"
+    if place is None and origin is not None and origin.phase == "backward":
+        keys = [pair.either.place.key for pair in layers.pairs]
+        place, what = keys.index(origin.place.key) if origin.place.key in keys else None, "first non-finite gradient"
     if place is None:
         return
     axes.axvline(place, color=NONFINITE_COLOR, linewidth=1.2, linestyle="--", zorder=4)
     left, right = axes.get_xlim()
     alignment = ("left", "center", "right")[int(3 * (place - left) / (right - left))]  # inwards, near either end
     axes.annotate(
-        f"first non-finite: {brief(layers.pairs[place].label, _FIRST_NAME_WIDTH)}",
+        f"{what}: {brief(layers.pairs[place].label, _FIRST_NAME_WIDTH)}",
         (place, 1.0),
         xycoords=axes.get_xaxis_transform(),
         xytext=(0, 4),
