@@ -140,10 +140,6 @@ def _make_kernel(op: OpOverload, name: str, device_type: str) -> Callable[..., A
     return kernel
 
 
-def _run_product(call: _Call) -> Any:
-    return _emulate(call, call.dtype, partial(_lower, dtype=call.dtype))
-
-
 def _run_several_products(call: _Call) -> Any:
     """Run torch's own decomposition with autocast left on, so that each product inside is emulated by itself."""
     dtype = call.dtype
@@ -278,7 +274,7 @@ def ever_listed(name: str) -> list[str]:
 
 
 _RUNS_OF_LISTS: dict[str, Run] = {
-    "lower_precision": _run_product,
+    "lower_precision": lambda call: _emulate(call, call.dtype, partial(_lower, dtype=call.dtype)),
     "several_products": _run_several_products,  # overrides some of lower_precision
     "cudnn_rnn": _run_cudnn_rnn,
     "fp32": _run_in_fp32,

@@ -24,7 +24,7 @@ from nandoctor.causes.base import Candidate, Finding, clamp_candidate, mask_cand
 from nandoctor.causes.log_space import stable_forms
 from nandoctor.causes.sentences import explain_overflow
 from nandoctor.evidence.report import Account, Evidence
-from nandoctor.evidence.trace import OpCall, Operand
+from nandoctor.evidence.trace import OpCall
 from nandoctor.ops import EXPONENTIALS, GROWING_ON_BOTH_SIDES, PRODUCTS
 from nandoctor.text import number
 
@@ -42,16 +42,12 @@ def diagnose(finding: Finding) -> Account | None:
         return _explain(finding, finding.op)
     if finding.op.op in PRODUCTS or not finding.overflowed:
         return None
-    largest = max(finding.analysis.operands, key=_magnitude, default=None)
-    tensor = None if largest is None else finding.op.find_input(largest.name)
+    # By its magnitude at the output's worst element or, if that is not known, anywhere.
+    sizes = {it.name: it.absmax or 0.0 if it.at_worst is None else abs(it.at_worst) for it in finding.analysis.operands}
+    tensor = finding.op.find_input(max(sizes, key=sizes.__getitem__)) if sizes else None
     sources = () if tensor is None else finding.sources(tensor)
     exponential = next((source for source in sources if source.op in EXPONENTIALS - {"pow", "softplus"}), None)
     return None if exponential is None else _explain(finding, exponential)
-
-
-def _magnitude(operand: Operand) -> float:
-    """Return the operand's magnitude at the output's worst element, or its absmax if that element is not known."""
-    return abs(operand.at_worst) if operand.at_worst is not None else operand.absmax or 0.0
 
 
 def _grows(finding: Finding) -> bool:

@@ -95,10 +95,7 @@ def _diagnose_logarithm(finding: Finding) -> Account | None:
         f"{nonfinite}, and {op}({constant(edge)}) is infinite",
         explanation=f"The argument of {op} reaches exactly {constant(edge)}, which makes {nonfinite} "
         f"infinite{in_fp32}.{''.join(f' Better: {item.text}.' for item in stable)}",
-        evidence=(
-            Evidence("num_zero" if edge == 0 else "argument", zeros if edge == 0 else edge, text),
-            *stable,
-        ),
+        evidence=(Evidence("num_zero" if edge == 0 else "argument", zeros if edge == 0 else edge, text), *stable),
     )
 
 

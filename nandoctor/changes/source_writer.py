@@ -97,7 +97,7 @@ class SourceWriter:
     def _ops_at(self, edits: Sequence[SingleEdit]) -> Sequence[OpCall]:
         """Return the ops that were traced together with those that the edits change."""
         sites = [site.source for edit in edits if not edit.only_widens for site in edit.sites]
-        lines = [line for edit in edits for line in edit.whole_lines]
+        lines = [line for edit in edits for line in getattr(edit, "lines", ())]
         for ops in (self._forward, self._inside):
             sources = {op.source for op in ops}
             if sources.issuperset(sites) and {source.whole for source in sources if source}.issuperset(lines):

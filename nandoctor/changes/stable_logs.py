@@ -50,11 +50,7 @@ _LOGS = {
     "erfc": _NORMAL.format("{grouped}", -math.sqrt(2)),
 }
 """The logarithms of what these ops make of x."""
-_LOGS_OF_REST = {
-    "exp": "torch.log(-torch.expm1({x}))",
-    "sigmoid": "{F}.logsigmoid({negated})",
-    "erf": _LOGS["erfc"],
-}
+_LOGS_OF_REST = {"exp": "torch.log(-torch.expm1({x}))", "sigmoid": "{F}.logsigmoid({negated})", "erf": _LOGS["erfc"]}
 """The logarithms of 1 minus that."""
 _OF_TERMS = frozenset({"pow", "square", "reciprocal", "sum", "mean", "cumsum", "prod"})
 """Ops whose results have a logarithm that is made of those of the terms."""

@@ -182,10 +182,7 @@ def _hidden_origin(
     # What a selection removes after the op may be meant to be infinite in the batch; what saturates is not.
     is_removed = finding.discarded_by is not None and not forward.outputs_finite
     origins = {"weight", "buffer", *(() if is_removed else ("batch",))}
-    broken = [
-        *broken_outside(found, trace, origins),
-        *(absurd_weights(hidden, trace) if hidden is not None else ()),
-    ]
+    broken = [*broken_outside(found, trace, origins), *(absurd_weights(hidden, trace) if hidden is not None else ())]
     return hidden, next(iter(broken), None)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from nandoctor.dumps.recorded_format import Recorded, get, read_generator, read_recorded
 from nandoctor.dumps.stored_tensor import (
+    ONLY_TORCH,
     PickledArray,
     StoredTensor,
     TorchName,
@@ -320,7 +321,7 @@ def _take_tensor(contents: Contents, name: str, value: Any) -> Any:
             f"{byte_size(contents.nbytes)}.",
             remedy="Save expanded tensors with .contiguous(); do not open the file if you do not know who wrote it.",
         )
-    if isinstance(tensor, StoredTensor) and not (contents.as_torch or tensor.needs_torch):
+    if isinstance(tensor, StoredTensor) and not (contents.as_torch or tensor.dtype.name in ONLY_TORCH):
         return tensor
     from nandoctor.dumps.tensors import to_torch  # noqa: PLC0415 (`inspect` imports no torch)
 

@@ -33,7 +33,7 @@ _NUMPY_CODES = {
     **{"bfloat16": "u2", "float8_e5m2": "u1"},
     **{"complex32": "u4", "float8_e4m3fn": "u1", "float8_e4m3fnuz": "u1", "float8_e5m2fnuz": "u1"},
 }
-_ONLY_TORCH = {f"torch.{name}" for name in ("complex32", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2fnuz")}
+ONLY_TORCH = {f"torch.{name}" for name in ("complex32", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2fnuz")}
 _NUM_SPARSE_PARTS = {"torch.sparse_coo": 2, **{f"torch.sparse_{kind}": 3 for kind in ("csr", "csc", "bsr", "bsc")}}
 _CHUNK = 1 << 18
 _GENERATOR_NBYTES, _MERSENNE_N = 5056, 624
@@ -155,11 +155,6 @@ class StoredTensor:
     def nbytes(self) -> int:
         """The bytes of all elements that it claims to have."""
         return self.raw.nbytes
-
-    @property
-    def needs_torch(self) -> bool:
-        """True if only torch knows what the bits stand for."""
-        return self.dtype.name in _ONLY_TORCH
 
     def numel(self) -> int:
         """Return the number of elements."""

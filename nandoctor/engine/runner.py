@@ -16,13 +16,7 @@ from nandoctor.autocast.policy import EXACT, Policy, apply_policy, kernels_kept
 from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.engine import user_code
 from nandoctor.engine.call import Batch, Call, Mode, Randomness, in_mode, recorded_backends, seeded
-from nandoctor.engine.interventions import (
-    choose_mode,
-    intervene,
-    loss_in_fp32,
-    printed_changes,
-    select_samples,
-)
+from nandoctor.engine.interventions import choose_mode, intervene, loss_in_fp32, printed_changes, select_samples
 from nandoctor.engine.module_state import (
     copied_input,
     copied_state,

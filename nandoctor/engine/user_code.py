@@ -368,8 +368,7 @@ def explain_memory(doing: str, error: BaseException) -> ModelError:
     """Return the error for memory that ran out, which is no fault of the user's code."""
     detail = brief(next(iter(str(error).strip().splitlines()), "") or type(error).__name__)
     return ModelError(
-        f"There is not enough memory to {doing} ({detail}).",
-        remedy="Run it where there is more memory, or on the CPU.",
+        f"There is not enough memory to {doing} ({detail}).", remedy="Run it where there is more memory, or on the CPU."
     )
 
 

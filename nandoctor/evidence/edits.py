@@ -65,11 +65,6 @@ class SingleEdit:
         return (site,) if site is not None else ()
 
     @property
-    def whole_lines(self) -> tuple[SourceLine, ...]:
-        """The lines that the change is made in, if it is none of single ops."""
-        return getattr(self, "lines", ())
-
-    @property
     def edges(self) -> tuple[float, ...]:
         """The edges of the op's domain that the change keeps its argument off."""
         return ()
