@@ -24,8 +24,7 @@ from typing import Any
 _MAX_HASHED_NBYTES = 1 << 20
 _MAX_OWN_NBYTES = 16 << 20
 
-ASSIGNED: tuple[type[ast.stmt], ...] = (ast.Assign, ast.AnnAssign)
-
+_ASSIGNED: tuple[type[ast.stmt], ...] = (ast.Assign, ast.AnnAssign)
 PACKAGE_FOLDERS = frozenset({"site-packages", "dist-packages"})
 _STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
 
@@ -53,23 +52,19 @@ def parse(text: str) -> ast.Module | None:
         return None
 
 
-def defines(path: Path, name: str, kinds: tuple[type[ast.stmt], ...]) -> bool:
-    """Return True if the source defines that (dotted) name, its last part by a statement of one of these kinds."""
-    tree = parse_source(path)
-    body: list[ast.stmt] = tree.body if tree is not None else []
+def defines_code(path: Path, name: str, *, own: bool, assigned: bool = False) -> bool:
+    """Return True if the source defines a class of that name or, if it is the user's own, a function at its top level.
+
+    That is what a replay imports for a dump; what is `assigned` at the top level it takes if the user names it.
+    """
+    body: list[ast.stmt] = getattr(parse_source(path), "body", [])
     *outer, last = name.split(".")
     for part in outer:
         body = next((node.body for node in body if isinstance(node, ast.ClassDef) and node.name == part), [])
+    kinds: tuple[type[ast.stmt], ...] = (ast.ClassDef,)
+    if own and not outer:
+        kinds = (*kinds, ast.FunctionDef, *(_ASSIGNED if assigned else ()))
     return any(isinstance(node, kinds) and last in _names_of(node) for node in body)
-
-
-def defines_code(path: Path, name: str, *, own: bool) -> bool:
-    """Return True if the source defines a class of that name or, if it is the user's own, a function at its top level.
-
-    That is what a replay imports for a dump.
-    """
-    has_function = own and name.isidentifier()
-    return defines(path, name, (ast.ClassDef, ast.FunctionDef) if has_function else (ast.ClassDef,))
 
 
 def parse_source(path: Path) -> ast.Module | None:

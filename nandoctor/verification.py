@@ -13,6 +13,7 @@ count as changed.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.engine.progress import Progress
 from nandoctor.engine.runner import FailingStep
+from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.dump_summary import DumpSummary
 from nandoctor.evidence.edits import Edit, Together
 from nandoctor.evidence.report import WRONG, Report
@@ -89,9 +91,26 @@ def verify_dump(
 
 
 def tell_if_changed(found: Diagnosed, dump: Dump, settings: Settings) -> Diagnosed:
-    """Add to a replay that did not reproduce the failure what is known of changes to the code."""
-    verification = _conclude(found, Query(dump=dump, settings=settings))
-    return replace(found, report=_add_outcome(found.report, verification))
+    """Add to a replay in which nothing failed what is known of changes to the code."""
+    query, report = Query(dump=dump, settings=settings), found.report
+    if report.verdict == "healthy" and found.step is not None:
+        return replace(found, report=_note_changes(report, find_changes(query, found.step)))
+    if report.verdict == "not-reproduced":
+        return replace(found, report=_add_outcome(report, _conclude(found, query)))
+    return found
+
+
+def _note_changes(report: Report, code: CodeState) -> Report:
+    """Return the report with a note of the files that were changed, if there are any."""
+    if not code.changes:
+        return report
+    files = join_first([change.file for change in code.changes], 3)
+    note = f"Written after the dump: {files}. If that was your fix, it works: {_command(report)}"
+    return replace(report, notes=(*report.notes, note))
+
+
+def _command(report: Report) -> str:
+    return command_for("verify", report) or "nandoctor verify"
 
 
 def _add_outcome(report: Report, verification: Verification) -> Report:
@@ -99,14 +118,11 @@ def _add_outcome(report: Report, verification: Verification) -> Report:
     if report.verdict != "not-reproduced":
         return report
     code = verification.code
-    command = command_for("verify", report) or "nandoctor verify"
     if verification.outcome == "fixed" and code.basis == "hash":
         headline = f"Your code has changed since, and the step passes now: {describe_changes(code)}."
-        return replace(report, verdict="fixed", headline=headline, next_steps=(f"Confirm: {command}",))
+        return replace(report, verdict="fixed", headline=headline, next_steps=(f"Confirm: {_command(report)}",))
     if verification.outcome == "fixed":
-        files = join_first([change.file for change in code.changes], 3)
-        note = f"Written after the dump: {files}. If that was your fix, it works: {command}"
-        return replace(report, notes=(*report.notes, note))
+        return _note_changes(report, code)
     return replace(report, notes=tuple(dict.fromkeys((*report.notes, *verification.reasons))))
 
 
@@ -122,7 +138,7 @@ def _guessed_mode(query: Query) -> bool:
 
 def _conclude(found: Diagnosed, query: Query) -> Verification:
     report, step = found.report, found.step
-    failure = _describe_failure(found, query.dump)
+    failure = _describe_failure(found, query.dump) or ("the replay of the code as it was" if query.proved else None)
     run = report.runs.autocast if report.runs is not None else None
     blank = Verification(
         dump=report.dump.path,
@@ -145,11 +161,8 @@ def _conclude(found: Diagnosed, query: Query) -> Verification:
         blank = replace(blank, run=mode_text(step.randomness.seed, *modes))
     measured = blank if query.proved else _measure(blank, step, query, found)
     measured = replace(measured, notes=tuple(_notes(measured, query, found.report.dump, step)))
-    if reasons := list(_doubts(measured, found, query)):
-        advice = ["Give the --seed with which the unchanged code fails."] if _draws_others(found, query) else []
-        if not measured.code.changed and measured.code.basis != "hash":
-            advice.append("Name the file that you changed: --changed FILE")
-        return _cannot_tell(measured, reasons, advice)
+    if doubts := dict(_doubts(measured, found, query)):
+        return _cannot_tell(measured, [*doubts], [*filter(None, doubts.values())])
     if failure is None:
         return replace(measured, outcome="passes", headline="the step passes, and the file does not say that it failed")
     return replace(measured, outcome="fixed", headline="the step that failed passes now")
@@ -220,34 +233,44 @@ def _measure(blank: Verification, step: FailingStep, query: Query, found: Diagno
         return blank
 
 
-def _doubts(measured: Verification, found: Diagnosed, query: Query) -> Iterator[str]:
-    """Yield the checks that a finite step fails, and reasons why one that passes may not be the one that failed."""
+_OTHER_VALUES = (
+    "If the change is meant to give other values, no dump can confirm it: compare them yourself. A test of it can ask "
+    "for `output.finite` of the answer, in Python or with --json, in place of the exit code."
+)
+
+
+def _doubts(measured: Verification, found: Diagnosed, query: Query) -> Iterator[tuple[str, str]]:
+    """Yield the checks that a finite step fails, and reasons why one that passes may not be the one that failed.
+
+    With each comes what to do about it, "" if there is nothing.
+    """
     code = measured.code
     if measured.output is None and not query.proved:
-        yield "There is not enough memory to check the output and the gradients."
+        yield "There is not enough memory to check the output and the gradients.", ""
     for check in (check for check in measured.checks if check.status == "failed"):
-        yield f"The step is finite, but it does not pass the check of {check.name}: {check.text}."
+        yield f"The step is finite, but it does not pass the check of {check.name}: {check.text}.", ""
     for text in query.dump.missing if query.dump.is_recorded else ():
         if text.startswith(_NEEDED):
-            yield f"The recorder could not keep {text}."
+            yield f"The recorder could not keep {text}.", ""
     if query.dump.other_weights and not query.proved:
-        yield "The weights are not known to be those of the failing step, which may still fail with its own."
+        yield "The weights are not known to be those of the failing step, which may still fail with its own.", ""
     if _draws_others(found, query):
-        yield "The step draws random numbers, and the state of the generator that it drew from is not here."
+        reason = "The step draws random numbers, and the state of the generator that it drew from is not here."
+        yield reason, "Give the --seed with which the unchanged code fails."
     graded = found.report.reproduction
     if not query.proved and graded.grade == "no-reference" and graded.num_bad_saved:
-        yield f"None of the outputs is known to be the saved {graded.output}, so the step may be another than failed."
+        yield f"None of the outputs is known to be the saved {graded.output}: the step may be another than failed.", ""
     if not query.proved and not found.random:
-        yield from (gap.text for gap in doubt_output(graded))
+        yield from ((gap.text, _OTHER_VALUES if code.changed else gap.remedy) for gap in doubt_output(graded))
     if measured.failure is None or query.proved or code.changed:
         return
-    files = join_first(list(code.compared), 3)
+    files, name_it = join_first(list(code.compared), 3), "Name the file that you changed: --changed FILE"
     if code.basis == "hash":
-        yield f"Nothing has changed since the dump was written ({files}), so this is not what failed."
+        yield f"Nothing has changed since the dump was written ({files}), so this is not what failed.", ""
     elif code.basis == "time":
-        yield f"No file of the model has changed since the dump was written ({files}), and the step passes."
+        yield f"No file of the model has changed since the dump was written ({files}), and the step passes.", name_it
     else:
-        yield "The dump holds no hashes of the code, so there is no telling whether it has changed."
+        yield "The dump holds no hashes of the code, so there is no telling whether it has changed.", name_it
 
 
 def _draws_others(found: Diagnosed, query: Query) -> bool:
@@ -281,20 +304,36 @@ Changed = bool | Sequence[Path]
 
 
 def find_changes(query: Query, step: FailingStep) -> CodeState:
-    """Compare the step's code with the training's, and add what the user says about it."""
+    """Compare the step's code with the training's, and add what the user says about it.
+
+    Raises:
+        NanDoctorError: the user names a file that is not there, or Python code that the step does not run.
+    """
     dump, settings, changed = query.dump, query.settings, query.changed
-    of_model = _files_of(step.model)
-    helpers = {path.resolve() for path in step.project.files(step.model)} - _named_by_user(settings)
+    of_model, imported = _files_of(step.model), {path.resolve() for path in step.project.files(step.model)}
     told = () if isinstance(changed, bool) else changed
+    for path in told:
+        _check_told(path, of_model | imported)
     by_user = tuple(CodeChange(file=shown_path(path), known_by="user") for path in told)
     found = _compare_hashes(dump.recorded, of_model)
-    found = found or _compare_times(dump.path, sorted(of_model | helpers)[:_MAX_FILES])
+    own = of_model | (imported - _named_by_user(settings))
+    found = found or _compare_times(dump.path, sorted(own)[:_MAX_FILES])
     changes = (*by_user, *(change for change in found.changes if change.file not in {one.file for one in by_user}))
     by_word = ("the code, as you say",) if changed is True else ()
     autocast, differing = dump.recorded.autocast, []
     if autocast is not None and settings.amp_dtype not in (None, autocast.dtype):
         differing.append(f"autocast in {settings.amp_dtype}, in the training in {autocast.dtype}")
     return replace(found, changes=changes, settings=(*differing, *by_word))
+
+
+def _check_told(path: Path, run: Collection[Path]) -> None:
+    """Raise NanDoctorError unless a file that the user says was changed is there and, if it is Python, was `run`."""
+    if not path.is_file():
+        raise NanDoctorError(f"There is no file {path}, which you say was changed.", remedy="Check the path.")
+    loaded = (vars(module).get("__file__") for module in list(sys.modules.values()))
+    if path.suffix == ".py" and path.resolve() not in run and str(path.resolve()) not in loaded:
+        files = join_first(sorted(map(shown_path, run)), 3)
+        raise NanDoctorError(f"The step runs no code of {path}.", remedy=f"Name a file that it runs: {files}.")
 
 
 def _files_of(model: nn.Module) -> set[Path]:

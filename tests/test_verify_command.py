@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import shlex
 import sys
 
 import jsonschema
@@ -160,7 +161,35 @@ def test_a_plain_dump_that_nothing_explains_cannot_be_told(project):
     assert (result.exit_code, result.stdout.partition(":")[0]) == (125, "CANNOT TELL")
     assert "next --model" not in words(result.stdout)
     assert "--changed FILE" in result.stdout
-    assert run("verify", dump, "--model", "net.py:Plain", "--changed", "net.py").exit_code == 0
+    (project / "other.py").write_text("")
+    codes = {"net.py": 0, "net.cfg": 125, "other.py": 125}
+    for file, code in codes.items():  # a name with a typo turns no gate green
+        assert run("verify", dump, "--model", "net.py:Plain", "--changed", file).exit_code == code
+
+
+def test_a_change_to_other_values_is_told_as_one(project):
+    dump = write_dump(project, "Plain")
+    edit(project, old="+ 1e-8)", new="+ 1) * 0.5")
+    verification = nandoctor.verify(dump, "net.py:Plain")
+    assert (verification.outcome, verification.output.finite) == ("cannot-tell", True)
+    assert "no dump can confirm it" in verification.next_steps[0]
+
+
+def test_the_command_of_an_error_keeps_what_was_typed(project):
+    torch.save(
+        {"state_dict": nn.Bilinear(2, 2, 1).state_dict(), "a": torch.ones(1, 2), "b": torch.ones(1, 2)}, "two.pth"
+    )
+    told = run(
+        "replay",
+        "two.pth",
+        "--model",
+        "torch.nn:Bilinear",
+        "--model-arg",
+        "in1_features=2",
+        *("--model-arg", "in2_features=2", "--model-arg", "out_features=1", "--no-fixes"),
+    )
+    again = shlex.split(told.stderr.splitlines()[-1])[1:]
+    assert run(*again).exit_code == 0
 
 
 ANNEALED = """

@@ -15,6 +15,7 @@ from typing import Any
 
 from nandoctor.capture.environment import is_typed, read_rank
 from nandoctor.capture.step import RecordedStep
+from nandoctor.dumps.recorded_format import Recorded, Reference, approving_command
 from nandoctor.dumps.writer import remove_orphans, write_dump
 from nandoctor.errors import NonFiniteTrainingError
 from nandoctor.text import join_first, number
@@ -134,13 +135,20 @@ class StepPolicy:
 
 
 def say_next(path: Path, written: Mapping[str, Any]) -> str:
-    """Return what was saved and the command that replays it, or the call in this notebook if it defines the model."""
+    """Return what was saved and the command that replays it, or the call in this notebook if it defines the model.
+
+    A replay imports the model from the folder that it runs in; code that is elsewhere is named in the command.
+    """
     if is_typed(written["model"]):
         return f"Saved to {path}; next, here: nandoctor.replay({str(path)!r})"
     start = os.environ.get("PWD")  # the folder of the shell that started this process, which may have left it since
     if start is not None and Path(start).resolve() != Path.cwd():
         path = path.absolute()
     command = f"next: nandoctor replay {shlex.quote(str(path))}"
+    model = Reference(**written["model"])
+    if model.file and model.source is None:
+        loss = Reference(**written["loss_function"]) if written["loss_function"] else None
+        command = f"next: {approving_command(path, Recorded(model=model, loss_function=loss), own=True)}"
     if "checkpoint" not in written:
         return f"Saved to {path}; {command}"
     command += " --weights CHECKPOINT"

@@ -7,7 +7,7 @@ import io
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 
 import click
@@ -42,15 +42,19 @@ TYPED = "nandoctor.typed"
 
 
 def remedy_for(error: NanDoctorError) -> str:
-    """Return what to do; if options are missing, the user's own command with them for all that builds the model."""
+    """Return what to do; if options are missing, the user's own command with them in place of those it has.
+
+    Another model takes other arguments.
+    """
     context = click.get_current_context(silent=True)
     if not error.options or context is None:
         return error.remedy
-    command = shlex.join(["nandoctor", *_without(context.meta[TYPED], ("--model", "--model-arg")), *error.options])
+    replaced = {*error.options[::2], *(["--model-arg"] if "--model" in error.options else ())}
+    command = shlex.join(["nandoctor", *_without(context.meta[TYPED], replaced), *error.options])
     return f"{error.remedy.removesuffix(shlex.join(error.options)).rstrip()}\n  {command}"
 
 
-def _without(typed: Sequence[str], flags: Sequence[str]) -> Iterator[str]:
+def _without(typed: Sequence[str], flags: Set[str]) -> Iterator[str]:
     """Yield the words of a command without these options and their values."""
     words = iter(typed)
     for word in words:

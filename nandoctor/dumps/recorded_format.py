@@ -10,7 +10,7 @@ import ast
 import random
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -25,7 +25,7 @@ from nandoctor.dumps.trees import AS_WRITTEN, KIND, MAX_NAME, holds_objects, is_
 from nandoctor.errors import DumpError
 from nandoctor.evidence.codec import Hook, MisfitError, from_plain
 from nandoctor.evidence.dump_summary import OptimizerUpdate
-from nandoctor.source_files import ASSIGNED, SourceHash, defines, hash_of, installed_path, own_source
+from nandoctor.source_files import SourceHash, defines_code, hash_of, installed_path, own_source
 from nandoctor.text import brief, brief_list, brief_value, dtype_name, printable
 from nandoctor.trees import walk
 
@@ -375,20 +375,30 @@ def code_rows(recorded: Recorded) -> Iterator[tuple[str, str]]:
 def approving_command(dump: Path, recorded: Recorded, *, own: bool = False) -> str:
     """Return the `nandoctor replay` command, quoted for a shell, that names all of this code by flags.
 
-    If the dump is the user's `own`, it may name files that are not in this folder, where the command is to be typed.
+    If the dump is the user's `own`, it may name files that are not in this folder; those above the dump are found.
     """
     path = str(dump.resolve() if own else dump)
     words = ["nandoctor", "replay", f"./{path}" if path.startswith("-") else path]
     model, loss = recorded.model or Reference(), recorded.loss_function
-    named = model.spec if _may_be_offered(model, own=own) else "FILE.py:NAME"
-    words += ["--model", named.replace("__main__:", "FILE.py:")]  # a notebook's code, once it is saved to a file
+    folders = dump.resolve().parents if own else ()
+    words += ["--model", _spec_to_type(model, folders) if _may_be_offered(model, own=own) else "FILE.py:NAME"]
     if not holds_objects(model.arguments):  # else its own code makes them, or the model fills its configuration
         typed = ((name, as_option(value)) for name, value in model.arguments.items() if str(name).isidentifier())
         options = [word for name, text in typed if text is not None for word in ("--model-arg", f"{name}={text}")]
         words += options if len(shlex.join(options)) <= _MAX_OPTIONS else []
     if loss is not None and _may_be_offered(loss, own=own, assigned=True):
-        words += ["--loss", loss.spec.replace("__main__:", "FILE.py:")]
+        words += ["--loss", _spec_to_type(loss, folders)]
     return shlex.join(map(printable, words))  # no terminal should get the rest of a path as it is
+
+
+def _spec_to_type(reference: Reference, folders: Sequence[Path]) -> str:
+    """Return the SPEC, with the path of its file in the first of the folders that has it, if it is not in this one.
+
+    A notebook's code has a file once it is saved to one.
+    """
+    places = (folder / reference.file for folder in folders if reference.file and reference.source is None)
+    file = next(filter(Path.is_file, places), None)
+    return f"{file}:{reference.name}" if file else reference.spec.replace("__main__:", "FILE.py:")
 
 
 def _may_be_offered(reference: Reference, *, own: bool, assigned: bool = False) -> bool:
@@ -401,8 +411,8 @@ def _may_be_offered(reference: Reference, *, own: bool, assigned: bool = False) 
         return False
     if not reference.file and reference.module in ("", "__main__"):
         return True
-    kinds = (ast.ClassDef, ast.FunctionDef, *(ASSIGNED if assigned else ())) if reference.file else (ast.ClassDef,)
-    return own if (path := reference.source) is None else defines(path, reference.name, kinds)
+    path = reference.source
+    return own if path is None else defines_code(path, reference.name, own=bool(reference.file), assigned=assigned)
 
 
 def _is_pythons(reference: Reference) -> bool:

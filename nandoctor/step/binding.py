@@ -318,12 +318,16 @@ def find_bindings(model: nn.Module, offer: Offer) -> list[Binding]:
         return [*found, *map(_with_attributes, opened)]
     unmet, left = signature.unmet(bounds[0]), offer.left(bounds[0])
     unclear = _explain(type(inner).__name__, signature, offer, bounds[0])
+    given: list[Bound] = []
     if len(unmet) == 1 and 1 < len(left) <= _MAX_CHOICES:
-        ways = [*({**bounds[0], unmet[0].name: name} for name in left), *ways]
-    elif _are_items(items := likely(offer, bounds[0])) and len(unmet) <= len(items):  # `model(*batch)`
-        ways.append({**bounds[0], **{p.name: name for p, name in zip(unmet, items, strict=False)}})
-    else:
+        given += [{unmet[0].name: name} for name in left]
+    if _are_items(items := likely(offer, bounds[0])) and len(unmet) <= len(items):  # `model(*batch)`
+        free = [p for p in signature.named if p.name not in bounds[0]]
+        in_turn = [{p.name: item for p, item in zip(those, items, strict=False)} for those in (unmet, free)]
+        given += [way for place, way in enumerate(in_turn) if way not in [*given, *in_turn[:place]]]
+    if not given:
         raise unclear
+    ways = [*({**bounds[0], **way} for way in given), *ways]
     return [replace(_bind_parameters(signature, bound, offer), unclear=unclear) for bound in ways]
 
 
@@ -428,6 +432,7 @@ def _inner(model: nn.Module) -> nn.Module:
 def _explain(model: str, signature: Signature, offer: Offer, bound: Bound) -> ModelError:
     """Return the error for a model that cannot be called: what is left on both sides, and a call that may be meant."""
     unmet, left = [p.name for p in signature.unmet(bound)], offer.left(bound)
+    taking = [p.name for p in signature.named if p.name not in bound] if _are_items(left) else unmet
     variadic = f"*{signature.variadic}" if signature.variadic else "no array"
     arrays = ((name, offer.values[name]) for name in left)
     lines = [f"  {name} {tuple(array.shape)} {dtype_name(array.dtype)}" for name, array in arrays]
@@ -438,7 +443,7 @@ def _explain(model: str, signature: Signature, offer: Offer, bound: Bound) -> Mo
         f"It is not clear how to call {model}: forward takes {', '.join(unmet) or variadic}{beside}, "
         f"and these saved arrays could be passed:\n{found}"
     )
-    pairs = [*taken, *(f"{name}={array}" for name, array in zip(unmet, left, strict=False))]
+    pairs = [*taken, *(f"{name}={array}" for name, array in zip(taking, left, strict=False))]
     if len(left) < len(unmet) or not left:
         lacking = ", ".join(unmet[len(left) :]) or "an input"
         remedy = f"The file has nothing for {lacking}: save it too, or give --call file.py:function, which makes it."

@@ -13,6 +13,7 @@ import inspect
 import shlex
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,8 @@ def find_model(reference: Reference | None, dump: Path, provenance: Provenance) 
     if reference is None or not reference.name:
         raise ModelError(
             "The dump does not say which class the model is of.",
-            remedy=f"Name the code: nandoctor replay {shlex.quote(str(dump))} --model path/to/file.py:attr; next time "
-            "define the class in a file, or give Recorder its builder.",
+            remedy="Next time define the class in a file, or give Recorder its builder. For this file, name the code:",
+            options=("--model", "path/to/file.py:attr"),
         )
     if not is_plain_data(reference.arguments):
         raise _needs_approval(reference, dump, "its arguments are not plain data")
@@ -117,10 +118,16 @@ def find_optimizer(
 
 
 def _file_named(reference: Reference, named: Iterable[Any], directory: Path) -> str:
-    """Return the reference's file as one of the user's SPECs names it, wherever it is now; "" if none does."""
+    """Return the reference's file as one of the user's SPECs names it, wherever it is now; "" if none does.
+
+    Code that was typed into a notebook is in a file that defines it now.
+    """
     parts = Path(reference.file).parts
-    files = (directory / spec.rpartition(":")[0] for spec in named if isinstance(spec, str))
-    return next((shown_path(file) for file in files if parts and file.resolve().parts[-len(parts) :] == parts), "")
+    is_typed = not parts and reference.module == "__main__"
+    files = [(directory / spec.rpartition(":")[0]).resolve() for spec in named if isinstance(spec, str)]
+    found = (file for file in files if parts and file.parts[-len(parts) :] == parts)
+    typed = (file for file in files if is_typed and defines_code(file, reference.name, own=True, assigned=True))
+    return next(map(shown_path, chain(found, typed)), "")
 
 
 def build_loss(found: Any) -> Any:
@@ -142,8 +149,10 @@ def build_loss(found: Any) -> Any:
 
 def _name_of_loss(reference: Reference, file: str) -> str:
     """Return the instruction that tells the user how to pass the loss, which is in that file, if it is not ""."""
-    if reference.can_be_named:
-        return f"add --loss {shlex.quote(brief(f'{file}:{reference.name}' if file else reference.spec))}"
+    source = Path(file) if file else reference.source
+    if reference.can_be_named and (source is None or defines_code(source, reference.name, own=True, assigned=True)):
+        spec = f"{file}:{reference.name}" if file else reference.spec.replace("__main__:", "FILE.py:")
+        return f"add --loss {shlex.quote(brief(spec))}"
     file = brief(file or reference.file or "FILE.py")
     spec = shlex.quote(f"{file}:loss_of")
     return f"write it as def loss_of(output, batch) at the top level of {file}, and add --loss {spec}"
@@ -171,13 +180,15 @@ def _why_not_imported(reference: Reference, provenance: Provenance) -> str:
     if not reference.file and reference.module == "__main__":
         typed = find_typed(reference.module, reference.name)
         return "it was typed into a notebook or console, where nandoctor.replay(FILE) finds it" if typed is None else ""
-    source = reference.source
-    if source is None and reference.file:
-        return f"{brief(reference.file)} is not in the working directory"
+    source, unnamed = reference.source, "it is no class, nor a function at the top level of a file"
+    if not reference.can_be_named:
+        return unnamed
     if source is None:
-        return "Python finds it in no installed package"
+        elsewhere = f"{brief(reference.file)} is not in the working directory"
+        return elsewhere if reference.file else "Python finds it in no installed package"
     if not defines_code(source, reference.name, own=bool(reference.file)):
-        return f"{source.name} defines no class of that name"
+        what = "class or function" if reference.file else "class"
+        return unnamed if "." in reference.name else f"{source.name} defines no {what} of that name"
     return "" if provenance.here or not reference.file else "this is not the folder that the dump was recorded in"
 
 
@@ -193,7 +204,7 @@ def _import(reference: Reference) -> Any:
 def _needs_approval(reference: Reference, dump: Path, why: str, *, own: bool = True) -> ModelError:
     return ModelError(
         f"The dump names {brief(reference.spec)} as its model, and nandoctor does not import that by itself: {why}.",
-        remedy="If you know that code, run where it is: " + approving_command(dump, Recorded(model=reference), own=own),
+        remedy="If you know that code, name it: " + approving_command(dump, Recorded(model=reference), own=own),
     )
 
 

@@ -59,6 +59,7 @@ from nandoctor.step.saved_arrays import SavedBatch, choose_policies, find_output
 from nandoctor.step.scripts import Options, find_buildings, suggest_model
 from nandoctor.step.settings import Settings
 from nandoctor.step.weights import add_casts, cast_weights, fill_loss, fit_state, num_misfits, registered_state
+from nandoctor.text import join_first
 from nandoctor.torch_compat import TORCH, check_torch, default_device, minor_version, other_torch
 from nandoctor.tracing.tensor_stats import all_finite, format_of
 
@@ -236,15 +237,7 @@ def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[
         make = find_model(reference, dump.path, dump.provenance)
         named, directory, changed = make.__qualname__, Path(), describe_code_change(reference)
     else:
-        suggested = suggest_model(dump.state, settings.directory)
-        raise ModelError(
-            "The dump holds weights and arrays, not the model's code.",
-            options=suggested,
-            remedy="A class with attributes of these names is in your own code:"
-            if suggested
-            else "Name what builds the model: --model train.py:make_model, or model=make_model in Python; or set "
-            "model in [tool.nandoctor] of the project's pyproject.toml.",
-        )
+        raise _explain_unnamed(dump, settings.directory)
     try:
         return build_model(make, settings.model_args, directory=directory), changed
     except ModelError as error:
@@ -255,6 +248,33 @@ def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[
         if net is None or settings.model_args:
             raise told from error.__cause__
     return net, [f"Built as your own code builds it: {shlex.join(told.options)}", *changed]
+
+
+def _explain_unnamed(dump: Dump, folder: Path) -> ModelError:
+    """Return the error for a dump without the model's code, with the classes in a folder that its weights may be of.
+
+    That comes first whose weights take an array of the file.
+    """
+    states = sorted((dump.state, *dump.other_states.values()), key=lambda state: not _take_any(state, dump))
+    found = list(dict.fromkeys(filter(None, (suggest_model(state, folder) for state in states))))
+    remedy = (
+        "Name what builds the model: --model train.py:make_model, or model=make_model in Python; or set model in "
+        "[tool.nandoctor] of the project's pyproject.toml."
+    )
+    if found:
+        remedy = "A class with attributes of these names is in your own code:"
+    if len(found) > 1:
+        classes = join_first([spec for _, spec in found], 3)
+        remedy = f"Classes with attributes of these names are in your own code: {classes}. If it was the first:"
+    options = found[0] if found else ()
+    return ModelError("The dump holds weights and arrays, not the model's code.", options=options, remedy=remedy)
+
+
+def _take_any(state: Mapping[str, torch.Tensor], dump: Dump) -> bool:
+    """Return True if the first weight of several dimensions takes as many channels as an array of the file has."""
+    first = next((tensor for tensor in state.values() if tensor.dim() > 1), None)
+    arrays = (array for array in dump.arrays.values() if array.dim() > 1)
+    return first is not None and any(array.shape[-1 if first.dim() == 2 else 1] == first.shape[1] for array in arrays)
 
 
 def _build_as_own_code(

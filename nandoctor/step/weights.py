@@ -50,9 +50,9 @@ def take_weights(dump: Dump, settings: Settings) -> Dump:
         file = brief(str(dump.path), 1000)
         raise DumpError(
             f"{file}: the file holds no state dict: {why}.",
-            remedy="Give the checkpoint that has the weights: nandoctor replay "
-            f"{shlex.quote(file)} --weights CHECKPOINT. Or save them with the batch: "
-            'torch.save({"state_dict": model.state_dict(), ...}, path).',
+            remedy='Save them with the batch: torch.save({"state_dict": model.state_dict(), ...}, path). Or give the '
+            "checkpoint that has them:",
+            options=("--weights", "CHECKPOINT"),
         )
     state = read_weights(settings.directory / settings.weights)
     kept = {} if dump.holds_weights else dump.state

@@ -247,6 +247,7 @@ OPEN = [
     ("", "image", "takes no array,", "image", "--inputs image"),
     ("**kwargs", "image", "takes no array,", "image", "--inputs image"),
     ("x=None", "foo bar", "takes x,", "foo bar", "--inputs x=foo"),
+    ("x, mask=None", "0 1", "takes x,", "0 1", "--inputs x=0,mask=1"),
     ("x", "epoch", "takes x,", "none", "nothing for x"),
 ]
 
