@@ -252,7 +252,7 @@ def test_wrong_usage_is_told_before_anything_runs(arguments, message):
             "models_of_the_test.py defines healthy and broken.",
         ),
         (["replay", "sick.pth", "--model", "models_of_the_test.py:Net"], "_of_the_test.py defines healthy and broken."),
-        (["replay", "sick.pth", "--model", "train.ipynb:Net"], "jupyter nbconvert --to script train.ipynb"),
+        (["replay", "sick.pth", "--model", "train.ipynb:Net"], "There is no file train.ipynb."),
         (["replay", "sick.pth", "--model", "modles_of_the_test.py:f"], "Did you mean models_of_the_test.py?"),
         (["replay", "sick.pth", "--model", "models_of_the_test.py:healthyy"], "Did you mean healthy?"),
         (["replay", "sick.pth", "--model", "models_of_the_test.py:broken"], "RuntimeError"),

@@ -46,11 +46,6 @@ _SAVE_ANEW = (
     "pass weights_only=False, but only if you know who wrote it."
 )
 _SAVE_SCRIPTED = 'Save {"state_dict": torch.jit.load(path).state_dict(), "image": image, ...} with torch.save.'
-_PASS_WHOLE = (
-    "Pass the whole with --weights. Of Hugging Face: the directory. Of torch.distributed.checkpoint: the file of "
-    "python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIRECTORY weights.pt. Of DeepSpeed: what "
-    "python zero_to_fp32.py DIRECTORY weights writes; without ZeRO its mp_rank_00_model_states.pt."
-)
 # How files of other programs begin, what they are, and what to do.
 _STRANGERS = (
     # torch.save before 1.6, or with _use_new_zipfile_serialization=False, first pickles a number by protocol 2.
@@ -138,7 +133,13 @@ def open_container(path: Path) -> Container:
 def directory_error(path: Path) -> DumpError:
     """Return the error for a directory in place of a file."""
     folder = shlex.quote(brief(str(path), 1000))
-    remedy = f"Name a file, or replay all dumps in it: nandoctor triage {folder}. If it is a checkpoint: {_PASS_WHOLE}"
+    remedy = (
+        f"Name a file, or replay all dumps in it:\n  nandoctor triage {folder}\n"
+        "A checkpoint is passed whole with --weights: Hugging Face's as it is; torch's as the file that\n"
+        "  python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIRECTORY weights.pt\n"
+        "writes; DeepSpeed's as mp_rank_00_model_states.pt or, with ZeRO, as what this writes:\n"
+        "  python zero_to_fp32.py DIRECTORY weights"
+    )
     return DumpError("it is a directory, not a file.", remedy=remedy)
 
 

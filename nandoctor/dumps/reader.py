@@ -90,8 +90,10 @@ def _read_file(path: Path, name: str = "") -> State:
         return _read_safetensors(path)
     container = open_container(path)
     dump = _make_dump(container, _load(container), as_torch=True)
-    states = {dump.state_name: dump.state, **dump.other_states, "": dump.state}
-    return states.get(name, {}) if dump.holds_weights else {}
+    states = {dump.state_name: dump.state, **dump.other_states}
+    if name and name not in states:
+        raise DumpError(f"it has no weights under {name!r}.", remedy=f"Their names are: {brief_list(states)}.")
+    return states.get(name, dump.state) if dump.holds_weights else {}
 
 
 def _read_directory(folder: Path) -> State:

@@ -140,9 +140,9 @@ def _conclude_with(edit: Edit, trials: Trials, writer: ChangeWriter) -> Conclusi
 
 
 def _is_in_changed(file: ChangedFile, source: SourceLine) -> bool:
-    """Return True if a line is in a function that a patch changes, in which lines may have other numbers."""
-    tree = parse_source(file.before)
+    """Return True if a line is in a function that a patch changes: a trace has its number in the changed file."""
+    tree = parse_source(file.after)
     statement = tree.statement_at(source.line) if file.path == source.file else None
     function = tree.function_of(statement) if statement is not None else None
-    after = (node for node in ast.walk(ast.parse(file.after)) if isinstance(node, FUNCTIONS))
-    return function is not None and ast.dump(function) not in map(ast.dump, after)
+    before = (node for node in ast.walk(ast.parse(file.before)) if isinstance(node, FUNCTIONS))
+    return function is not None and ast.dump(function) not in map(ast.dump, before)

@@ -109,14 +109,8 @@ def find_attribute(spec: Any, *, directory: Path | None = Path()) -> Any:
             + _definitions((directory or Path()) / spec),
         )
     with in_project() as project:
-        if directory is not None and location.endswith(".py"):
+        if directory is not None and location.endswith((".py", ".ipynb")):
             value: Any = _import_file(directory / location, project)
-        elif location.endswith(".ipynb"):
-            raise ModelError(
-                f"{location} is a notebook, and code is taken from Python files.",
-                remedy=f"Run `jupyter nbconvert --to script {shlex.quote(location)}`, and name the .py file that it "
-                "writes; or call nandoctor.replay(FILE, model=...) in the notebook itself.",
-            )
         else:
             value = _import_package(location, directory, project)
         for name in attribute.split("."):
@@ -284,6 +278,13 @@ def _import_file(path: Path, project: Project) -> ModuleType:
         beside = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
         remedy = _guess(path.name, beside, "Check what stands before the colon.")
         raise ModelError(f"There is no file {relative_path(str(path))}.", remedy=remedy)
+    if path.suffix == ".ipynb":
+        shown = relative_path(str(path))
+        raise ModelError(
+            f"{shown} is a notebook, and code is taken from Python files.",
+            remedy=f"Run `jupyter nbconvert --to script {shlex.quote(shown)}`, and name the .py file that it writes; "
+            "or call nandoctor.replay(FILE, model=...) in the notebook itself.",
+        )
     path = path.resolve()
     root, name = package_of(path) or (path.parent, _free_name(path))
     if path.stem == "__init__":
@@ -322,6 +323,7 @@ def _open_script(path: Path, name: str, project: Project) -> ModuleType:
 
 def _import_package(name: str, directory: Path | None, project: Project) -> ModuleType:
     if directory is not None:
+        project.enter_folder(Path.cwd())  # behind the project's folder, whose settings may name the same package
         project.enter_folder(directory.resolve())
     with _explained(name), project.as_program(name):
         return importlib.import_module(name)

@@ -120,10 +120,11 @@ class Script:
                 return
             if is_out_of_memory(error):
                 raise explain_memory(f"import {shown}", error) from error
+            otherwise = "" if name in self._defined else ", or name its class"
             raise ModelError(
                 f"Line {statement.node.lineno} of {shown} raised {type(error).__name__}{raised_at(error)}: {error}",
-                remedy=f"{name} needs that line: move {name} to a file without it, or name its class. Named as a "
-                f"module, {Path(shown).stem}:{name}, the whole script is run, training included.",
+                remedy=f"{name} needs that line, if only for a default value: move {name} to a file without "
+                f"it{otherwise}.",
             ) from error
 
     def _add_local(self, name: str) -> None:
@@ -297,13 +298,19 @@ def find_buildings(file: Path, name: str, factory: Callable[..., Any]) -> Iterat
     """
     paths = [file, *sorted(path for path in file.parent.glob("*.py") if path != file)[:_MAX_FILES]]
     trees = [(path, tree) for path in paths if (tree := parse_source(path)) is not None]
-    names, parameters = [name], list[str]()
-    with suppress(TypeError, ValueError):  # what is made by C code has no signature
-        parameters += inspect.signature(factory).parameters
+    names, parameters = [name], parameters_of(factory)
     for made in names:
         for path, tree in trees:
             yield from _find_options(path, tree, file, made, parameters if made == name else ())
         names += [maker for _, tree in trees for maker in _makers_of(made, tree) if maker not in names]
+
+
+def parameters_of(factory: Callable[..., Any]) -> list[str]:
+    """Return the names of its parameters; none for what is made by C code, which has no signature."""
+    try:
+        return list(inspect.signature(factory).parameters)
+    except (TypeError, ValueError):
+        return []
 
 
 def suggest_model(weights: Iterable[str], folder: Path) -> Options:

@@ -23,7 +23,7 @@ from nandoctor.autocast.literals import cuda_code
 from nandoctor.autocast.policy import LOW_DTYPES, Policy
 from nandoctor.dumps.classify import role_of
 from nandoctor.dumps.dump import Dump
-from nandoctor.dumps.recorded_format import RandomStates, read_option
+from nandoctor.dumps.recorded_format import RandomStates, as_option, read_option
 from nandoctor.engine.call import Call, Mode, Randomness
 from nandoctor.engine.module_state import LARGE_NBYTES, nonfinite_in
 from nandoctor.engine.progress import Listener
@@ -56,7 +56,7 @@ from nandoctor.step.model_loading import (
     load_state,
 )
 from nandoctor.step.saved_arrays import SavedBatch, choose_policies, find_outputs, names_read, read_batch, weight_dtype
-from nandoctor.step.scripts import Options, find_buildings, suggest_model
+from nandoctor.step.scripts import Options, find_buildings, parameters_of, suggest_model
 from nandoctor.step.settings import Settings
 from nandoctor.step.weights import add_casts, cast_weights, fill_loss, fit_state, num_misfits, registered_state
 from nandoctor.text import join_first
@@ -247,7 +247,7 @@ def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[
         told, net = _build_as_own_code(error, directory / named, factory, dump, settings)
         if net is None or settings.model_args:
             raise told from error.__cause__
-    return net, [f"Built as your own code builds it: {shlex.join(told.options)}", *changed]
+    return net, [f"Built as your own code or the file shows: {shlex.join(told.options)}", *changed]
 
 
 def _explain_unnamed(dump: Dump, folder: Path) -> ModelError:
@@ -282,13 +282,16 @@ def _build_as_own_code(
 ) -> tuple[ModelError, nn.Module | None]:
     """Return the error with how the project's own code builds what a SPEC names, and the model, if it was built.
 
-    It is built where that runs no other file than the one that the user approved by naming it. The way is told in which
-    the fewest tensors do not fit, if fewer than `most`; if there is none, the first way that runs another file.
+    Arguments may also be the numbers and texts in the dump that have the names of parameters: `vars(args)`. It is built
+    where that runs no other file than the one that the user approved by naming it. The way is told in which the fewest
+    tensors do not fit, if fewer than `most`; if there is none, the first way that runs another file.
     """
     location, _, name = str(named).rpartition(":")
     file, said, found, net = Path(location).resolve(), "", Options(), None
-    bare = [("--model", f"{shown_path(file)}:{name}")] if settings.model_args else []
-    ways = dict.fromkeys((*bare, *find_buildings(file, name, factory))) if file.suffix == ".py" else ()
+    bare, values = ("--model", f"{shown_path(file)}:{name}"), dump.scalars_by_last_name
+    texts = ((key, as_option(values[key])) for key in parameters_of(factory) if key in values)
+    saved = (*bare, *(word for key, text in texts if text for word in ("--model-arg", f"{key}={text}")))
+    ways = dict.fromkeys((bare, saved, *find_buildings(file, name, factory))) if file.suffix == ".py" else ()
     for options in islice(ways, _MAX_BUILDINGS):
         _, spec, *given = options
         arguments = dict(text.split("=", 1) for text in given[1::2])

@@ -149,7 +149,7 @@ def test_arguments_that_were_not_given_are_found_in_the_file(tmp_path, caplog):
     assert (advice, command) == ([], f"nandoctor replay {path}")
     report = nandoctor.replay(path, fixes=False).report
     assert report.reproduction.grade == "exact"
-    assert any(note.startswith("Built as your own code builds it: --model ") for note in report.notes)
+    assert any(note.startswith("Built as your own code or the file shows: --model ") for note in report.notes)
 
 
 @pytest.mark.parametrize("make", [build_stack, Local.make])

@@ -111,6 +111,7 @@ def test_a_folder_named_like_a_library_is_no_package(write, tmp_path, line):
         ("nett.py:Net", r"There is no file .*nett\.py\."),
         ("nowhere/net.py:Net", r"There is no file .*nowhere/net\.py\."),
         (".:Net", "There is no file|raised"),
+        ("train.ipynb:Net", r"train\.ipynb is a notebook, and code is taken from Python files\."),
         ("net.py:make_modle", r"has no 'make_modle'\."),
         ("net.py:Holder.nett", r"has no 'Holder\.nett'\."),
         ("no_such_package_at_all:Net", "raised ModuleNotFoundError: No module named 'no_such_package_at_all'"),
@@ -121,6 +122,7 @@ def test_a_folder_named_like_a_library_is_no_package(write, tmp_path, line):
 )
 def test_a_spec_that_leads_nowhere_says_so(write, tmp_path, spec, message):
     write("net.py", MODEL_FILE)
+    write("train.ipynb", "{}")
     with pytest.raises(ModelError, match=message) as caught:
         build_model(spec, {}, directory=tmp_path)
     assert caught.value.remedy.endswith((".", "?"))
@@ -146,7 +148,7 @@ def test_an_import_that_fails_says_where(write, source, message):
     with pytest.raises(ModelError, match=message) as caught:
         find_attribute(f"{path}:model")
     remedies = {"ModuleNotFound": "Install it", "SyntaxError": "__main__"}
-    remedy = next((text for kind, text in remedies.items() if kind in message), "broken:model, the whole script is run")
+    remedy = next((text for kind, text in remedies.items() if kind in message), "or name its class")
     assert remedy in caught.value.remedy
     assert "broken" not in sys.modules
 

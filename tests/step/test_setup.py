@@ -157,7 +157,15 @@ def test_a_class_that_lacks_arguments_is_built_as_its_file_does(call, tmp_path, 
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(f"{NET}\n{call}\n")
     made = prepare(dump_of(nn.Linear(3, 2), image=IMAGE), "train.py:Net", Settings())
-    assert f"Built as your own code builds it: --model {BUILT[call]}" in made.notes
+    assert f"Built as your own code or the file shows: --model {BUILT[call]}" in made.notes
+
+
+def test_arguments_are_taken_from_the_dump(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(f"{NET}\nnet = Net(5)\n")
+    dump = replace(dump_of(nn.Linear(3, 2), image=IMAGE), scalars={"args.width": 3, "args.seed": 1})
+    note = "Built as your own code or the file shows: --model train.py:Net --model-arg width=3"
+    assert note in prepare(dump, "train.py:Net", Settings()).notes
 
 
 @pytest.mark.parametrize("call", ["def main(cfg): return Net(cfg)", "def main(cfg):\n    net = Net(cfg)\nmain()"])
@@ -207,6 +215,16 @@ def test_a_class_with_the_weights_attributes_is_named(code, tmp_path, monkeypatc
         prepare(replace(dump_of(nn.Identity(), image=IMAGE), state=state), None, Settings())
     named = re.search(r"your own code: --model (.*)", caught.value.remedy)
     assert (named and named[1]) == WITHOUT_A_MODEL[code]
+
+
+def test_of_several_nets_the_one_that_takes_an_array_comes_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    classes = ("class {}(nn.Module):\n    def __init__(self): self.{} = 1".format(*pair) for pair in ("Gg", "Dd"))
+    Path("gan.py").write_text("\n".join(classes))
+    dump = replace(dump_of(nn.Identity(), image=torch.ones(2, 3)), state={"g.weight": torch.ones(3, 2)})
+    with pytest.raises(ModelError, match=r"gan\.py:D and gan\.py:G") as caught:
+        prepare(replace(dump, other_states={"D": {"d.weight": torch.ones(2, 3)}}), None, Settings())
+    assert caught.value.options == ("--model", "gan.py:D")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
