@@ -145,9 +145,8 @@ def say_next(path: Path, written: Mapping[str, Any]) -> str:
     if start is not None and Path(start).resolve() != Path.cwd():
         path = path.absolute()
     command = f"next: nandoctor replay {shlex.quote(str(path))}"
-    model = Reference(**written["model"])
-    if model.file and model.source is None:
-        loss = Reference(**written["loss_function"]) if written["loss_function"] else None
+    model, loss = (Reference(**written[name]) if written[name] else None for name in ("model", "loss_function"))
+    if model and model.file and model.source is None:
         command = f"next: {approving_command(path, Recorded(model=model, loss_function=loss), own=True)}"
     if "checkpoint" not in written:
         return f"Saved to {path}; {command}"

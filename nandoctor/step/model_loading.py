@@ -16,7 +16,6 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -48,7 +47,7 @@ from nandoctor.torch_compat import loads_plainly, storage_of
 ModelSource = str | nn.Module | Callable[..., nn.Module]
 _State = Mapping[str, torch.Tensor]
 
-_MAX_NAMES_SHOWN, _MAX_NAMES_COMPARED = 5, 1_000
+_MAX_NAMES_SHOWN = 5
 OTHER_ARGUMENTS = (
     "Give the arguments that the training used (--model-arg K=V), or --no-strict to load what fits and leave the rest "
     "as the model initialises it."
@@ -58,7 +57,6 @@ ARGUMENTS_NEEDED = (
     "Give the arguments it needs with --model-arg K=V, once for each; V may be a Python literal, as in "
     """'cfg={"width": 16}', or an object, as in cfg=train.py:CFG. Relative paths start in the working directory."""
 )
-_find_near = partial(difflib.get_close_matches, n=1, cutoff=0.75)
 
 
 def build_model(spec: ModelSource, arguments: Mapping[str, Any], *, directory: Path = Path()) -> nn.Module:
@@ -166,15 +164,14 @@ def _compare(own: _State, state: _State) -> tuple[set[str], list[str]]:
     unexpected = [name for name in state if name not in own]
     known = [name for name in own if name in state and not is_lazy(own[name])]
     reshaped = [name for name in known if own[name].shape != state[name].shape]
-    problems = [
-        *_describe("missing from the weights", missing, lambda name: name + _suggest(name, unexpected)),
-        *_describe("not in the model", unexpected, lambda name: name + _suggest(name, missing)),
-        *_describe(
-            "of another shape (weights for model)",
-            reshaped,
-            lambda name: f"{name} {tuple(state[name].shape)} for {tuple(own[name].shape)}",
-        ),
-    ]
+    shapes = [f"{name} {tuple(state[name].shape)} for {tuple(own[name].shape)}" for name in reshaped]
+    said = {
+        "missing from the weights": missing,
+        "not in the model": unexpected,
+        "of another shape (weights for model)": shapes,
+    }
+    shown = ((what, len(names), join_first(names, _MAX_NAMES_SHOWN)) for what, names in said.items() if names)
+    problems = [f"  {count} {what}: {listed}" for what, count, listed in shown]
     return {*missing, *reshaped}, problems
 
 
@@ -340,20 +337,8 @@ def _explained(name: str) -> Iterator[None]:
         raise explain_import(name, error) from error
 
 
-def _describe(what: str, names: Sequence[str], show: Callable[[str], str]) -> Iterator[str]:
-    if names:
-        shown = [show(name) for name in names[:_MAX_NAMES_SHOWN]]
-        rest = f", and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
-        yield f"  {len(names)} {what}: {', '.join(shown)}{rest}"
-
-
-def _suggest(name: str, names: Sequence[str]) -> str:
-    near = _find_near(name, names[:_MAX_NAMES_COMPARED])  # each comparison takes a millisecond
-    return f" (nearest: {near[0]})" if near else ""
-
-
 def _guess(name: str, names: Sequence[str], otherwise: str) -> str:
-    near = _find_near(name, names)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
     return f"Did you mean {near[0]}?" if near else otherwise
 
 
