@@ -91,26 +91,11 @@ def verify_dump(
 
 
 def tell_if_changed(found: Diagnosed, dump: Dump, settings: Settings) -> Diagnosed:
-    """Add to a replay in which nothing failed what is known of changes to the code."""
-    query, report = Query(dump=dump, settings=settings), found.report
-    if report.verdict == "healthy" and found.step is not None:
-        return replace(found, report=_note_changes(report, find_changes(query, found.step)))
-    if report.verdict == "not-reproduced":
-        return replace(found, report=_add_outcome(report, _conclude(found, query)))
-    return found
-
-
-def _note_changes(report: Report, code: CodeState) -> Report:
-    """Return the report with a note of the files that were changed, if there are any."""
-    if not code.changes:
-        return report
-    files = join_first([change.file for change in code.changes], 3)
-    note = f"Written after the dump: {files}. If that was your fix, it works: {_command(report)}"
-    return replace(report, notes=(*report.notes, note))
-
-
-def _command(report: Report) -> str:
-    return command_for("verify", report) or "nandoctor verify"
+    """Add to a replay that did not reproduce the failure what is known of changes to the code."""
+    if found.report.verdict != "not-reproduced":
+        return found
+    verification = _conclude(found, Query(dump=dump, settings=settings))
+    return replace(found, report=_add_outcome(found.report, verification))
 
 
 def _add_outcome(report: Report, verification: Verification) -> Report:
@@ -118,11 +103,14 @@ def _add_outcome(report: Report, verification: Verification) -> Report:
     if report.verdict != "not-reproduced":
         return report
     code = verification.code
+    command = command_for("verify", report) or "nandoctor verify"
     if verification.outcome == "fixed" and code.basis == "hash":
         headline = f"Your code has changed since, and the step passes now: {describe_changes(code)}."
-        return replace(report, verdict="fixed", headline=headline, next_steps=(f"Confirm: {_command(report)}",))
+        return replace(report, verdict="fixed", headline=headline, next_steps=(f"Confirm: {command}",))
     if verification.outcome == "fixed":
-        return _note_changes(report, code)
+        files = join_first([change.file for change in code.changes], 3)
+        note = f"Written after the dump: {files}. If that was your fix, it works: {command}"
+        return replace(report, notes=(*report.notes, note))
     return replace(report, notes=tuple(dict.fromkeys((*report.notes, *verification.reasons))))
 
 
@@ -307,33 +295,26 @@ def find_changes(query: Query, step: FailingStep) -> CodeState:
     """Compare the step's code with the training's, and add what the user says about it.
 
     Raises:
-        NanDoctorError: the user names a file that is not there, or Python code that the step does not run.
+        NanDoctorError: the user names a file that the step does not run.
     """
     dump, settings, changed = query.dump, query.settings, query.changed
-    of_model, imported = _files_of(step.model), {path.resolve() for path in step.project.files(step.model)}
+    of_model = _files_of(step.model)
+    helpers = {path.resolve() for path in step.project.files(step.model)}
     told = () if isinstance(changed, bool) else changed
-    for path in told:
-        _check_told(path, of_model | imported)
+    loaded = {str(vars(module).get("__file__")) for module in list(sys.modules.values())}
+    if others := [path for path in told if str(path.resolve()) not in {*map(str, of_model | helpers), *loaded}]:
+        files = join_first(sorted(map(shown_path, of_model | helpers)), 3)
+        raise NanDoctorError(f"The step runs no file {others[0]}.", remedy=f"Name one that it runs: {files}.")
     by_user = tuple(CodeChange(file=shown_path(path), known_by="user") for path in told)
     found = _compare_hashes(dump.recorded, of_model)
-    own = of_model | (imported - _named_by_user(settings))
-    found = found or _compare_times(dump.path, sorted(own)[:_MAX_FILES])
+    dated = of_model | (helpers - _named_by_user(settings))
+    found = found or _compare_times(dump.path, sorted(dated)[:_MAX_FILES])
     changes = (*by_user, *(change for change in found.changes if change.file not in {one.file for one in by_user}))
     by_word = ("the code, as you say",) if changed is True else ()
     autocast, differing = dump.recorded.autocast, []
     if autocast is not None and settings.amp_dtype not in (None, autocast.dtype):
         differing.append(f"autocast in {settings.amp_dtype}, in the training in {autocast.dtype}")
     return replace(found, changes=changes, settings=(*differing, *by_word))
-
-
-def _check_told(path: Path, run: Collection[Path]) -> None:
-    """Raise NanDoctorError unless a file that the user says was changed is there and, if it is Python, was `run`."""
-    if not path.is_file():
-        raise NanDoctorError(f"There is no file {path}, which you say was changed.", remedy="Check the path.")
-    loaded = (vars(module).get("__file__") for module in list(sys.modules.values()))
-    if path.suffix == ".py" and path.resolve() not in run and str(path.resolve()) not in loaded:
-        files = join_first(sorted(map(shown_path, run)), 3)
-        raise NanDoctorError(f"The step runs no code of {path}.", remedy=f"Name a file that it runs: {files}.")
 
 
 def _files_of(model: nn.Module) -> set[Path]:

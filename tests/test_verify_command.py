@@ -156,7 +156,7 @@ def test_nothing_changed_is_no_fix(project):
 def test_a_plain_dump_that_nothing_explains_cannot_be_told(project):
     dump = write_dump(project, "Plain")
     edit(project, seconds=-3600)
-    assert f"in your own code: nandoctor verify {dump} --model net.py:Net" in words(run("verify", dump).stdout)
+    assert f"nandoctor verify {dump} --model net.py:Net" in words(run("verify", dump).stdout)
     result = run("verify", dump, "--model", "net.py:Plain")
     assert (result.exit_code, result.stdout.partition(":")[0]) == (125, "CANNOT TELL")
     assert "next --model" not in words(result.stdout)

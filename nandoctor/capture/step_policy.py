@@ -145,7 +145,7 @@ def say_next(path: Path, written: Mapping[str, Any]) -> str:
     if start is not None and Path(start).resolve() != Path.cwd():
         path = path.absolute()
     command = f"next: nandoctor replay {shlex.quote(str(path))}"
-    model, loss = (Reference(**written[name]) if written[name] else None for name in ("model", "loss_function"))
+    model, loss = (Reference(**written[name]) if written.get(name) else None for name in ("model", "loss_function"))
     if model and model.file and model.source is None:
         command = f"next: {approving_command(path, Recorded(model=model, loss_function=loss), own=True)}"
     if "checkpoint" not in written:

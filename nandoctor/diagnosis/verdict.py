@@ -353,7 +353,8 @@ def advise(
     return (*([advice] if advice else []), *(dump.missing if verdict == "not-reproduced" else ()))
 
 
-_HEALTHY_WITH_LOSS = "If training did fail at this step, try the --mode, --seed, --inputs or --amp-dtype that it used."
+_HEALTHY = "If training did fail at this step and you changed the code, that is your fix working. If you did not, "
+_HEALTHY_WITH_LOSS = f"{_HEALTHY}try the --mode, --seed, --inputs or --amp-dtype that training used."
 _FAILED_AFTER = (
     "The output is that of your run, so the step failed after the model. Unless a change of the loss has fixed it, the "
     "loss has weights of its own, which are not in the file, or the loop changed the gradients before the update, as "
@@ -362,7 +363,7 @@ _FAILED_AFTER = (
 _ADVICE: dict[Verdict, str] = {
     "not-reproduced": "Unless a change of the code has fixed it, something is missing from the file: try the --mode, "
     "--seed, --inputs or --amp-dtype that training used.",
-    "healthy": "If training did fail at this step, look at the loss and the backward pass: pass --loss.",
+    "healthy": f"{_HEALTHY}look at the loss and the backward pass: pass --loss.",
     "input": "Look at how this batch is loaded and normalised; skip or repair the samples with NaN or Inf.",
     "state": "Go back to a checkpoint from before the state was broken, and replay the step that broke it.",
     "loss-scale": "Nothing to do: GradScaler skips this step and halves the scale.",

@@ -318,16 +318,12 @@ def find_bindings(model: nn.Module, offer: Offer) -> list[Binding]:
         return [*found, *map(_with_attributes, opened)]
     unmet, left = signature.unmet(bounds[0]), offer.left(bounds[0])
     unclear = _explain(type(inner).__name__, signature, offer, bounds[0])
-    given: list[Bound] = []
     if len(unmet) == 1 and 1 < len(left) <= _MAX_CHOICES:
-        given += [{unmet[0].name: name} for name in left]
-    if _are_items(items := likely(offer, bounds[0])) and len(unmet) <= len(items):  # `model(*batch)`
-        free = [p for p in signature.named if p.name not in bounds[0]]
-        in_turn = [{p.name: item for p, item in zip(those, items, strict=False)} for those in (unmet, free)]
-        given += [way for place, way in enumerate(in_turn) if way not in [*given, *in_turn[:place]]]
-    if not given:
+        ways = [*({**bounds[0], unmet[0].name: name} for name in left), *ways]
+    elif _are_items(items := likely(offer, bounds[0])) and len(unmet) <= len(items):  # `model(*batch)`
+        ways.append({**bounds[0], **{p.name: name for p, name in zip(unmet, items, strict=False)}})
+    else:
         raise unclear
-    ways = [*({**bounds[0], **way} for way in given), *ways]
     return [replace(_bind_parameters(signature, bound, offer), unclear=unclear) for bound in ways]
 
 

@@ -13,7 +13,6 @@ import __future__
 
 import argparse
 import ast
-import inspect
 import symtable
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
@@ -32,6 +31,7 @@ from nandoctor.errors import ModelError
 from nandoctor.machine import is_out_of_memory
 from nandoctor.process_wide import held
 from nandoctor.source_files import parse_source, shown_path
+from nandoctor.step.binding import read_signature
 from nandoctor.text import relative_path
 
 _BY_NAME = frozenset({"eval", "exec", "globals", "locals", "vars"})
@@ -298,19 +298,11 @@ def find_buildings(file: Path, name: str, factory: Callable[..., Any]) -> Iterat
     """
     paths = [file, *sorted(path for path in file.parent.glob("*.py") if path != file)[:_MAX_FILES]]
     trees = [(path, tree) for path in paths if (tree := parse_source(path)) is not None]
-    names, parameters = [name], parameters_of(factory)
+    names, parameters = [name], [parameter.name for parameter in read_signature(factory).named]
     for made in names:
         for path, tree in trees:
             yield from _find_options(path, tree, file, made, parameters if made == name else ())
         names += [maker for _, tree in trees for maker in _makers_of(made, tree) if maker not in names]
-
-
-def parameters_of(factory: Callable[..., Any]) -> list[str]:
-    """Return the names of its parameters; none for what is made by C code, which has no signature."""
-    try:
-        return list(inspect.signature(factory).parameters)
-    except (TypeError, ValueError):
-        return []
 
 
 def suggest_model(weights: Iterable[str], folder: Path) -> Options:

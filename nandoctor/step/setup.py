@@ -33,7 +33,7 @@ from nandoctor.engine.user_code import project_of
 from nandoctor.errors import ModelError, NanDoctorError
 from nandoctor.machine import memory_of, return_freed_memory
 from nandoctor.source_files import shown_path
-from nandoctor.step.binding import Binding, bind_inputs, find_bindings
+from nandoctor.step.binding import Binding, bind_inputs, find_bindings, read_signature
 from nandoctor.step.calls import bind_calls, bind_loss
 from nandoctor.step.code_references import (
     build_loss,
@@ -56,7 +56,7 @@ from nandoctor.step.model_loading import (
     load_state,
 )
 from nandoctor.step.saved_arrays import SavedBatch, choose_policies, find_outputs, names_read, read_batch, weight_dtype
-from nandoctor.step.scripts import Options, find_buildings, parameters_of, suggest_model
+from nandoctor.step.scripts import Options, find_buildings, suggest_model
 from nandoctor.step.settings import Settings
 from nandoctor.step.weights import add_casts, cast_weights, fill_loss, fit_state, num_misfits, registered_state
 from nandoctor.text import join_first
@@ -253,28 +253,24 @@ def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[
 def _explain_unnamed(dump: Dump, folder: Path) -> ModelError:
     """Return the error for a dump without the model's code, with the classes in a folder that its weights may be of.
 
-    That comes first whose weights take an array of the file.
+    That comes first whose first layer takes as many channels as an array of the file has.
     """
-    states = sorted((dump.state, *dump.other_states.values()), key=lambda state: not _take_any(state, dump))
+    channels = {array.shape[1] for array in dump.arrays.values() if array.dim() > 1}
+
+    def takes_none(state: Mapping[str, torch.Tensor]) -> bool:
+        first = next((tensor for tensor in state.values() if tensor.dim() > 1), None)
+        return first is None or first.shape[1] not in channels
+
+    states = sorted((dump.state, *dump.other_states.values()), key=takes_none)
     found = list(dict.fromkeys(filter(None, (suggest_model(state, folder) for state in states))))
     remedy = (
         "Name what builds the model: --model train.py:make_model, or model=make_model in Python; or set model in "
         "[tool.nandoctor] of the project's pyproject.toml."
     )
     if found:
-        remedy = "A class with attributes of these names is in your own code:"
-    if len(found) > 1:
-        classes = join_first([spec for _, spec in found], 3)
-        remedy = f"Classes with attributes of these names are in your own code: {classes}. If it was the first:"
+        remedy = f"Your own code has attributes of these names in {join_first([spec for _, spec in found], 3)}:"
     options = found[0] if found else ()
     return ModelError("The dump holds weights and arrays, not the model's code.", options=options, remedy=remedy)
-
-
-def _take_any(state: Mapping[str, torch.Tensor], dump: Dump) -> bool:
-    """Return True if the first weight of several dimensions takes as many channels as an array of the file has."""
-    first = next((tensor for tensor in state.values() if tensor.dim() > 1), None)
-    arrays = (array for array in dump.arrays.values() if array.dim() > 1)
-    return first is not None and any(array.shape[-1 if first.dim() == 2 else 1] == first.shape[1] for array in arrays)
 
 
 def _build_as_own_code(
@@ -289,7 +285,8 @@ def _build_as_own_code(
     location, _, name = str(named).rpartition(":")
     file, said, found, net = Path(location).resolve(), "", Options(), None
     bare, values = ("--model", f"{shown_path(file)}:{name}"), dump.scalars_by_last_name
-    texts = ((key, as_option(values[key])) for key in parameters_of(factory) if key in values)
+    names = (parameter.name for parameter in read_signature(factory).named)
+    texts = ((key, as_option(values[key])) for key in names if key in values)
     saved = (*bare, *(word for key, text in texts if text for word in ("--model-arg", f"{key}={text}")))
     ways = dict.fromkeys((bare, saved, *find_buildings(file, name, factory))) if file.suffix == ".py" else ()
     for options in islice(ways, _MAX_BUILDINGS):

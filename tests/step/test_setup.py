@@ -213,7 +213,7 @@ def test_a_class_with_the_weights_attributes_is_named(code, tmp_path, monkeypatc
     state = {"stem.weight": torch.ones(1), "head.0.bias": torch.ones(1)}
     with pytest.raises(ModelError, match="not the model's code") as caught:
         prepare(replace(dump_of(nn.Identity(), image=IMAGE), state=state), None, Settings())
-    named = re.search(r"your own code: --model (.*)", caught.value.remedy)
+    named = re.search(r"names in .*: --model (.*)", caught.value.remedy)
     assert (named and named[1]) == WITHOUT_A_MODEL[code]
 
 
