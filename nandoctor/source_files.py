@@ -24,7 +24,6 @@ from typing import Any
 _MAX_HASHED_NBYTES = 1 << 20
 _MAX_OWN_NBYTES = 16 << 20
 
-_ASSIGNED: tuple[type[ast.stmt], ...] = (ast.Assign, ast.AnnAssign)
 PACKAGE_FOLDERS = frozenset({"site-packages", "dist-packages"})
 _STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
 
@@ -63,7 +62,7 @@ def defines_code(path: Path, name: str, *, own: bool, assigned: bool = False) ->
         body = next((node.body for node in body if isinstance(node, ast.ClassDef) and node.name == part), [])
     kinds: tuple[type[ast.stmt], ...] = (ast.ClassDef,)
     if own and not outer:
-        kinds = (*kinds, ast.FunctionDef, *(_ASSIGNED if assigned else ()))
+        kinds = (*kinds, ast.FunctionDef, *((ast.Assign, ast.AnnAssign) if assigned else ()))
     return any(isinstance(node, kinds) and last in _names_of(node) for node in body)
 
 
@@ -187,12 +186,6 @@ def _origin_of(top: str) -> Path | None:
     except (ImportError, ValueError):  # a module without a spec, such as one that a program has made
         return None
     return Path(found.origin).resolve() if found is not None and found.has_location and found.origin else None
-
-
-def shown_path(path: Path) -> str:
-    """Return the path to show: relative to the working directory if it lies inside."""
-    path, here = path.resolve(), Path.cwd().resolve()
-    return (path.relative_to(here) if path.is_relative_to(here) else path).as_posix()
 
 
 def own_source(file: str) -> Path | None:

@@ -158,10 +158,10 @@ def cell_name(file: str) -> str:
     return f"{kind.lower()} {name}" if name else ""
 
 
-def relative_path(file: str) -> str:
+def relative_path(file: str | Path) -> str:
     """Return the path as one would type it here: relative if the file lies in the working directory; or the cell."""
-    path, here = Path(file), Path.cwd()
-    return cell_name(file) or (str(path.relative_to(here)) if path.is_relative_to(here) else file)
+    path, here = Path(file).resolve(), Path.cwd().resolve()
+    return cell_name(str(file)) or (path.relative_to(here) if path.is_relative_to(here) else path).as_posix()
 
 
 def samples_text(samples: Sequence[int], batch_size: int | None = None) -> str:

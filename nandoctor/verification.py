@@ -38,10 +38,10 @@ from nandoctor.fixes.proof import Verifier
 from nandoctor.fixes.verify import BudgetSpent, TrialBudget, Trials
 from nandoctor.fixes.writing import WrittenChange
 from nandoctor.pipeline import Diagnosed, replay_dump
-from nandoctor.source_files import is_changed, is_installed, own_source, shown_path
+from nandoctor.source_files import is_changed, is_installed, own_source
 from nandoctor.step.model_loading import ModelSource
 from nandoctor.step.settings import Settings
-from nandoctor.text import are, join_first, mode_text, part_of
+from nandoctor.text import are, join_first, mode_text, part_of, relative_path
 from nandoctor.views.fixes import command_for
 from nandoctor.views.verification import describe_changes
 
@@ -188,9 +188,6 @@ def _describe_failure(found: Diagnosed, dump: Dump) -> str | None:
     reason = dict(report.dump.scalars).get("reason", "")
     if report.dump.layout == "nandoctor.dump/1" and reason in _SAYS_WHAT_FAILED:
         return _SAYS_WHAT_FAILED[reason]
-    nonfinite = [array for array in report.dump.arrays if array.role == "output" and array.num_bad]
-    if nonfinite:
-        return f"NaN or Inf in the saved {join_first([array.name for array in nonfinite], 3)}"
     graded = report.reproduction
     if graded.num_bad_saved and graded.numel:
         values = part_of(graded.num_bad_saved, graded.numel, "value")
@@ -228,10 +225,7 @@ _OTHER_VALUES = (
 
 
 def _doubts(measured: Verification, found: Diagnosed, query: Query) -> Iterator[tuple[str, str]]:
-    """Yield the checks that a finite step fails, and reasons why one that passes may not be the one that failed.
-
-    With each comes what to do about it, "" if there is nothing.
-    """
+    """Yield why a finite step is not the one that failed, or not right, each with what to do, "" if that is nothing."""
     code = measured.code
     if measured.output is None and not query.proved:
         yield "There is not enough memory to check the output and the gradients.", ""
@@ -303,9 +297,9 @@ def find_changes(query: Query, step: FailingStep) -> CodeState:
     told = () if isinstance(changed, bool) else changed
     loaded = {str(vars(module).get("__file__")) for module in list(sys.modules.values())}
     if others := [path for path in told if str(path.resolve()) not in {*map(str, of_model | helpers), *loaded}]:
-        files = join_first(sorted(map(shown_path, of_model | helpers)), 3)
+        files = join_first(sorted(map(relative_path, of_model | helpers)), 3)
         raise NanDoctorError(f"The step runs no file {others[0]}.", remedy=f"Name one that it runs: {files}.")
-    by_user = tuple(CodeChange(file=shown_path(path), known_by="user") for path in told)
+    by_user = tuple(CodeChange(file=relative_path(path), known_by="user") for path in told)
     found = _compare_hashes(dump.recorded, of_model)
     dated = of_model | (helpers - _named_by_user(settings))
     found = found or _compare_times(dump.path, sorted(dated)[:_MAX_FILES])
@@ -351,7 +345,7 @@ def _compare_hashes(recorded: Recorded, of_model: Collection[Path]) -> CodeState
     changes = [CodeChange(file=name, known_by="hash") for name, path in here.items() if is_changed(hashes[name], path)]
     if len(hashes) <= _MAX_FILES:
         unknown = sorted(set(of_model) - set(here.values()))
-        changes += [CodeChange(file=shown_path(path), known_by="hash") for path in unknown]
+        changes += [CodeChange(file=relative_path(path), known_by="hash") for path in unknown]
     return CodeState(basis="hash", changes=tuple(changes), compared=tuple(here))
 
 
@@ -361,5 +355,5 @@ def _compare_times(dump: Path, files: Sequence[Path]) -> CodeState:
     except OSError:
         return CodeState()
     newer = (path for path in files if path.stat().st_mtime_ns > written_ns)
-    changes = tuple(CodeChange(file=shown_path(path), known_by="time") for path in newer)
-    return CodeState(basis="time" if files else "none", changes=changes, compared=tuple(map(shown_path, files)))
+    changes = tuple(CodeChange(file=relative_path(path), known_by="time") for path in newer)
+    return CodeState(basis="time" if files else "none", changes=changes, compared=tuple(map(relative_path, files)))

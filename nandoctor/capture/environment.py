@@ -22,8 +22,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from nandoctor import __version__
 from nandoctor.autocast.kernels import shared_kernels
 from nandoctor.dumps.recorded_format import GeneratorState, NumpyState, PythonState, RandomStates
-from nandoctor.source_files import SourceHash, find_typed, hash_source, is_installed, shown_path
-from nandoctor.text import dtype_name
+from nandoctor.source_files import SourceHash, find_typed, hash_source, is_installed
+from nandoctor.text import dtype_name, relative_path
 
 _CAN_DISTRIBUTE = dist.is_available()
 _MT19937_NBYTES = 625 * 4
@@ -151,7 +151,7 @@ def describe_source(thing: Callable[..., Any]) -> dict[str, str]:
     module = str(read_attribute(thing, "__module__", ""))
     if (source := source_file(thing)) is None:
         return {"module": module, "name": name, "file": "", "sha256": ""}
-    file = "" if is_installed(source) else shown_path(source)
+    file = "" if is_installed(source) else relative_path(source)
     hashed = hash_source(source)
     return {"module": module, "name": name, "file": file, "sha256": hashed.sha256 if hashed is not None else ""}
 

@@ -135,10 +135,7 @@ class StepPolicy:
 
 
 def say_next(path: Path, written: Mapping[str, Any]) -> str:
-    """Return what was saved and the command that replays it, or the call in this notebook if it defines the model.
-
-    A replay imports the model from the folder that it runs in; code that is elsewhere is named in the command.
-    """
+    """Return what was saved and the command that replays it, or the call in this notebook if it defines the model."""
     if is_typed(written["model"]):
         return f"Saved to {path}; next, here: nandoctor.replay({str(path)!r})"
     start = os.environ.get("PWD")  # the folder of the shell that started this process, which may have left it since
@@ -146,7 +143,7 @@ def say_next(path: Path, written: Mapping[str, Any]) -> str:
         path = path.absolute()
     command = f"next: nandoctor replay {shlex.quote(str(path))}"
     model, loss = (Reference(**written[name]) if written.get(name) else None for name in ("model", "loss_function"))
-    if model and model.file and model.source is None:
+    if model and model.file and model.source is None:  # a replay imports only from the folder that it runs in
         command = f"next: {approving_command(path, Recorded(model=model, loss_function=loss), own=True)}"
     if "checkpoint" not in written:
         return f"Saved to {path}; {command}"

@@ -42,13 +42,11 @@ TYPED = "nandoctor.typed"
 
 
 def remedy_for(error: NanDoctorError) -> str:
-    """Return what to do; if options are missing, the user's own command with them in place of those it has.
-
-    Another model takes other arguments.
-    """
+    """Return what to do; if options are missing, the user's own command with them in place of those it has."""
     context = click.get_current_context(silent=True)
     if not error.options or context is None:
         return error.remedy
+    # Another model takes other arguments.
     replaced = {*error.options[::2], *(["--model-arg"] if "--model" in error.options else ())}
     command = shlex.join(["nandoctor", *_without(context.meta[TYPED], replaced), *error.options])
     return f"{error.remedy.removesuffix(shlex.join(error.options)).rstrip()}\n  {command}"

@@ -26,7 +26,7 @@ from nandoctor.evidence.edits import ChangedFile, SourcePatch
 from nandoctor.evidence.report import Fix, Report
 from nandoctor.evidence.verification import FixChoice, Verification, cannot_tell
 from nandoctor.source_files import PACKAGE_FOLDERS, decode_source
-from nandoctor.text import join_first, plural
+from nandoctor.text import plural
 from nandoctor.views.fixes import WHERE_TO_RUN, code_of_fix, command_for, no_fix_heading
 from nandoctor.views.save import write_bytes
 
@@ -37,11 +37,7 @@ EXIT_NOTHING_FAILED = 3
 @click.argument("dump", type=DumpPath)
 @json_option
 @click.option(
-    "--changed",
-    metavar="FILE",
-    type=DumpPath,
-    multiple=True,
-    help="A file that was changed, if the dump cannot tell.",
+    "--changed", metavar="FILE", type=DumpPath, multiple=True, help="A file that was changed, if the dump cannot tell."
 )
 @click.option("--written-fix", "proved", is_flag=True, hidden=True, help="The change was proved in this replay.")
 @settings_options(*MODEL_AND_STEP)

@@ -26,11 +26,11 @@ from nandoctor.dumps.recorded_format import Recorded, Reference, approving_comma
 from nandoctor.dumps.signature import Provenance
 from nandoctor.dumps.trees import is_plain_data
 from nandoctor.errors import ModelError, UnapprovedCodeError
-from nandoctor.source_files import defines_code, find_typed, hash_of, shown_path
+from nandoctor.source_files import defines_code, find_typed, hash_of
 from nandoctor.step.argument_objects import Source, find_standard, make_argument, make_config
 from nandoctor.step.model_loading import ModelSource, build_model, find_attribute
 from nandoctor.step.settings import Settings
-from nandoctor.text import brief, plural
+from nandoctor.text import brief, plural, relative_path
 
 
 def find_model(reference: Reference | None, dump: Path, provenance: Provenance) -> Callable[[], nn.Module]:
@@ -118,16 +118,13 @@ def find_optimizer(
 
 
 def _file_named(reference: Reference, named: Iterable[Any], directory: Path) -> str:
-    """Return the reference's file as one of the user's SPECs names it, wherever it is now; "" if none does.
-
-    Code that was typed into a notebook is in a file that defines it now.
-    """
+    """Return the reference's file as one of the user's SPECs names it, wherever it is now; "" if none does."""
     parts = Path(reference.file).parts
-    is_typed = not parts and reference.module == "__main__"
+    is_typed = not parts and reference.module == "__main__"  # into a notebook; since then saved to some file
     files = [(directory / spec.rpartition(":")[0]).resolve() for spec in named if isinstance(spec, str)]
     found = (file for file in files if parts and file.parts[-len(parts) :] == parts)
     typed = (file for file in files if is_typed and defines_code(file, reference.name, own=True, assigned=True))
-    return next(map(shown_path, chain(found, typed)), "")
+    return next(map(relative_path, chain(found, typed)), "")
 
 
 def build_loss(found: Any) -> Any:
@@ -187,8 +184,7 @@ def _why_not_imported(reference: Reference, provenance: Provenance) -> str:
         elsewhere = f"{brief(reference.file)} is not in the working directory"
         return elsewhere if reference.file else "Python finds it in no installed package"
     if not defines_code(source, reference.name, own=bool(reference.file)):
-        what = "class or function" if reference.file else "class"
-        return unnamed if "." in reference.name else f"{source.name} defines no {what} of that name"
+        return unnamed if "." in reference.name else f"{source.name} defines nothing of that name that is imported"
     return "" if provenance.here or not reference.file else "this is not the folder that the dump was recorded in"
 
 

@@ -274,9 +274,9 @@ def _import_file(path: Path, project: Project) -> ModuleType:
     if not os.path.isfile(path):  # noqa: PTH113  (False for a name that the system rejects)
         beside = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
         remedy = _guess(path.name, beside, "Check what stands before the colon.")
-        raise ModelError(f"There is no file {relative_path(str(path))}.", remedy=remedy)
+        raise ModelError(f"There is no file {relative_path(path)}.", remedy=remedy)
     if path.suffix == ".ipynb":
-        shown = relative_path(str(path))
+        shown = relative_path(path)
         raise ModelError(
             f"{shown} is a notebook, and code is taken from Python files.",
             remedy=f"Run `jupyter nbconvert --to script {shlex.quote(shown)}`, and name the .py file that it writes; "
@@ -309,7 +309,7 @@ def _open_script(path: Path, name: str, project: Project) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    with _explained(relative_path(str(path))):
+    with _explained(relative_path(path)):
         Script(path, module, project)
     # Registered under its name so that dataclasses, pickling and the file's own imports find it.
     sys.modules[name] = module

@@ -30,7 +30,7 @@ from nandoctor.engine.user_code import Project, explain_import, explain_memory, 
 from nandoctor.errors import ModelError
 from nandoctor.machine import is_out_of_memory
 from nandoctor.process_wide import held
-from nandoctor.source_files import parse_source, shown_path
+from nandoctor.source_files import parse_source
 from nandoctor.step.binding import read_signature
 from nandoctor.text import relative_path
 
@@ -318,7 +318,7 @@ def suggest_model(weights: Iterable[str], folder: Path) -> Options:
             stored = {it.attr for it in inner if isinstance(it, ast.Attribute) and isinstance(it.ctx, ast.Store)}
             stored |= {str(it.value) for it in inner if isinstance(it, ast.Constant)}  # register_buffer("steps", ...)
             if isinstance(node, ast.ClassDef) and needed <= stored:
-                return "--model", f"{shown_path(path)}:{node.name}"
+                return "--model", f"{relative_path(path)}:{node.name}"
     return ()
 
 
@@ -349,14 +349,14 @@ def _find_options(path: Path, tree: ast.Module, file: Path, name: str, parameter
         if len(given) < len(call.args) + len(call.keywords) or not all(key and text for key, text in texts):
             return ()
         arguments = [word for key, text in texts for word in ("--model-arg", f"{key}={text}")]
-        return "--model", f"{shown_path(file)}:{name}", *arguments
+        return "--model", f"{relative_path(file)}:{name}", *arguments
 
     calls = _calls_of(name, tree)
     # What has plain arguments is built without the file of its variable, which the user may not have approved.
     elsewhere = [call for call in calls if path != file and (options := typed(call)) and ".py:" not in str(options[2:])]
     for variable, made in assigned:
         if isinstance(made, ast.Call) and made not in elsewhere and _calls_of(name, made):  # not a table of several
-            yield "--model", f"{shown_path(path)}:{variable}"
+            yield "--model", f"{relative_path(path)}:{variable}"
     yield from filter(None, map(typed, calls))
 
 
@@ -374,7 +374,7 @@ def _text_of(value: ast.expr, path: Path, known: Set[str]) -> str | None:
     """Return an argument as `--model-arg` takes it: a plain value, or the SPEC of what a file binds; else None."""
     match value:
         case ast.Name(id=name) if name in known:
-            return f"{shown_path(path)}:{name}"
+            return f"{relative_path(path)}:{name}"
         case ast.Constant(value=constant):
             return as_option(constant)
     return None

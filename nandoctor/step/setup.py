@@ -32,7 +32,6 @@ from nandoctor.engine.runner import FailingStep
 from nandoctor.engine.user_code import project_of
 from nandoctor.errors import ModelError, NanDoctorError
 from nandoctor.machine import memory_of, return_freed_memory
-from nandoctor.source_files import shown_path
 from nandoctor.step.binding import Binding, bind_inputs, find_bindings, read_signature
 from nandoctor.step.calls import bind_calls, bind_loss
 from nandoctor.step.code_references import (
@@ -59,7 +58,7 @@ from nandoctor.step.saved_arrays import SavedBatch, choose_policies, find_output
 from nandoctor.step.scripts import Options, find_buildings, suggest_model
 from nandoctor.step.settings import Settings
 from nandoctor.step.weights import add_casts, cast_weights, fill_loss, fit_state, num_misfits, registered_state
-from nandoctor.text import join_first
+from nandoctor.text import join_first, relative_path
 from nandoctor.torch_compat import TORCH, check_torch, default_device, minor_version, other_torch
 from nandoctor.tracing.tensor_stats import all_finite, format_of
 
@@ -256,17 +255,10 @@ def _explain_unnamed(dump: Dump, folder: Path) -> ModelError:
     That comes first whose first layer takes as many channels as an array of the file has.
     """
     channels = {array.shape[1] for array in dump.arrays.values() if array.dim() > 1}
-
-    def takes_none(state: Mapping[str, torch.Tensor]) -> bool:
-        first = next((tensor for tensor in state.values() if tensor.dim() > 1), None)
-        return first is None or first.shape[1] not in channels
-
-    states = sorted((dump.state, *dump.other_states.values()), key=takes_none)
+    states = [dump.state, *dump.other_states.values()]
+    states.sort(key=lambda state: channels.isdisjoint([t.shape[1] for t in state.values() if t.dim() > 1][:1]))
     found = list(dict.fromkeys(filter(None, (suggest_model(state, folder) for state in states))))
-    remedy = (
-        "Name what builds the model: --model train.py:make_model, or model=make_model in Python; or set model in "
-        "[tool.nandoctor] of the project's pyproject.toml."
-    )
+    remedy = "Name what builds the model: --model train.py:make_model, or model=make_model in Python."
     if found:
         remedy = f"Your own code has attributes of these names in {join_first([spec for _, spec in found], 3)}:"
     options = found[0] if found else ()
@@ -284,7 +276,7 @@ def _build_as_own_code(
     """
     location, _, name = str(named).rpartition(":")
     file, said, found, net = Path(location).resolve(), "", Options(), None
-    bare, values = ("--model", f"{shown_path(file)}:{name}"), dump.scalars_by_last_name
+    bare, values = ("--model", f"{relative_path(file)}:{name}"), dump.scalars_by_last_name
     names = (parameter.name for parameter in read_signature(factory).named)
     texts = ((key, as_option(values[key])) for key in names if key in values)
     saved = (*bare, *(word for key, text in texts if text for word in ("--model-arg", f"{key}={text}")))
@@ -389,9 +381,8 @@ def find_device(name: str) -> torch.device:
             remedy="Call nandoctor outside of it; torch.no_grad() is no obstacle.",
         )
     if default.type not in ("cpu", device.type):
-        empty = ", where they hold no numbers" if default.type == "meta" else ""
         raise NanDoctorError(
-            f"New tensors are made on the device {default.type!r}{empty}, and the replay runs on {str(device)!r}.",
+            f"New tensors are made on the device {default.type!r}, and the replay runs on {str(device)!r}.",
             remedy='Call nandoctor outside of `with torch.device(...)`, and reset torch.set_default_device("cpu").',
         )
     return device

@@ -129,7 +129,7 @@ def test_a_module_that_hides_an_installed_one_is_not_run(project, library, way, 
     ("reference", "why"),
     [
         (script("Plain.make"), "nor a function at the top level of a file"),
-        (script("Missing"), "defines no class or function of that name"),
+        (script("Missing"), "defines nothing of that name that is imported"),
         (script(file="../elsewhere.py"), "is not in the working directory"),
         (script(file="/tmp/elsewhere.py"), "is not in the working directory"),
         (script(file="missing.py"), "is not in the working directory"),

@@ -264,7 +264,7 @@ def dump(tmp_path):
     ("mode", "said"),
     [
         (torch.inference_mode, r"inference_mode\(\) is on"),
-        (lambda: torch.device("meta"), "on the device 'meta', where they hold no numbers"),
+        (lambda: torch.device("meta"), "on the device 'meta'"),
         (lambda: default_device("meta"), "on the device 'meta'"),
     ],
     ids=["inference mode", "device context", "default device"],
