@@ -92,8 +92,6 @@ def verify_dump(
 
 def tell_if_changed(found: Diagnosed, dump: Dump, settings: Settings) -> Diagnosed:
     """Add to a replay that did not reproduce the failure what is known of changes to the code."""
-    if found.report.verdict != "not-reproduced":
-        return found
     verification = _conclude(found, Query(dump=dump, settings=settings))
     return replace(found, report=_add_outcome(found.report, verification))
 
@@ -299,10 +297,9 @@ def find_changes(query: Query, step: FailingStep) -> CodeState:
     if others := [path for path in told if str(path.resolve()) not in {*map(str, of_model | helpers), *loaded}]:
         files = join_first(sorted(map(relative_path, of_model | helpers)), 3)
         raise NanDoctorError(f"The step runs no file {others[0]}.", remedy=f"Name one that it runs: {files}.")
-    by_user = tuple(CodeChange(file=relative_path(path), known_by="user") for path in told)
+    by_user = tuple(CodeChange(file=relative_path(path.resolve()), known_by="user") for path in told)
     found = _compare_hashes(dump.recorded, of_model)
-    dated = of_model | (helpers - _named_by_user(settings))
-    found = found or _compare_times(dump.path, sorted(dated)[:_MAX_FILES])
+    found = found or _compare_times(dump.path, sorted(of_model | (helpers - _named_by_user(settings)))[:_MAX_FILES])
     changes = (*by_user, *(change for change in found.changes if change.file not in {one.file for one in by_user}))
     by_word = ("the code, as you say",) if changed is True else ()
     autocast, differing = dump.recorded.autocast, []

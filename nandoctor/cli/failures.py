@@ -46,8 +46,7 @@ def remedy_for(error: NanDoctorError) -> str:
     context = click.get_current_context(silent=True)
     if not error.options or context is None:
         return error.remedy
-    # Another model takes other arguments.
-    replaced = {*error.options[::2], *(["--model-arg"] if "--model" in error.options else ())}
+    replaced = {*error.options[::2], *(["--model-arg"] if "--model" in error.options else ())}  # of the other model
     command = shlex.join(["nandoctor", *_without(context.meta[TYPED], replaced), *error.options])
     return f"{error.remedy.removesuffix(shlex.join(error.options)).rstrip()}\n  {command}"
 

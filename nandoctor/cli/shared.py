@@ -74,8 +74,8 @@ def call(function: str, dump: Path, options: dict[str, Any], display: ReplayDisp
     """Return what a function of `nandoctor.case` gives for a dump; a bar on standard error shows how far it is."""
     from nandoctor.views.progress import ReplayDisplay
 
-    with (display or ReplayDisplay()).shown() as progress:  # importing torch alone takes a second
-        from nandoctor import case
+    with (display or ReplayDisplay()).shown() as progress:
+        from nandoctor import case  # importing torch alone takes a second
 
         return getattr(case, function)(case.load(dump), progress=progress, **options)
 

@@ -88,7 +88,7 @@ def fix(dump: Path, pick: int | None, only_diff: bool, write: bool, as_json: boo
         sys.exit(EXIT_NOTHING_FAILED)
     choice = _choose(case.report, pick)
     if only_diff:
-        patch = _patch_of(choice.fix, case.report)
+        patch = _patch_of(choice.fix)
         click.echo(patch.diff().encode(), nl=False)
         if Path(patch.root).resolve() != Path.cwd():
             tell(f"Its paths start from {patch.root}: git -C {shlex.quote(patch.root)} apply")

@@ -392,10 +392,9 @@ def approving_command(dump: Path, recorded: Recorded, *, own: bool = False) -> s
 
 
 def _spec_to_type(reference: Reference, folders: Sequence[Path]) -> str:
-    """Return the SPEC, with the path of its file in the first of the folders that has it, if it is not in this one."""
+    """Return the SPEC, its file found in these folders if it is not here; FILE.py where a notebook is to be saved."""
     places = (folder / reference.file for folder in folders if reference.file and reference.source is None)
     file = next(filter(Path.is_file, places), None)
-    # A notebook's code has a file once it is saved to one.
     return f"{file}:{reference.name}" if file else reference.spec.replace("__main__:", "FILE.py:")
 
 

@@ -177,14 +177,12 @@ def _why_not_imported(reference: Reference, provenance: Provenance) -> str:
     if not reference.file and reference.module == "__main__":
         typed = find_typed(reference.module, reference.name)
         return "it was typed into a notebook or console, where nandoctor.replay(FILE) finds it" if typed is None else ""
-    source, unnamed = reference.source, "it is no class, nor a function at the top level of a file"
-    if not reference.can_be_named:
-        return unnamed
-    if source is None:
+    source = reference.source
+    if source is None and reference.can_be_named:
         elsewhere = f"{brief(reference.file)} is not in the working directory"
         return elsewhere if reference.file else "Python finds it in no installed package"
-    if not defines_code(source, reference.name, own=bool(reference.file)):
-        return unnamed if "." in reference.name else f"{source.name} defines nothing of that name that is imported"
+    if source is None or not defines_code(source, reference.name, own=bool(reference.file)):
+        return "it is no class, nor a function at the top level of your own files"
     return "" if provenance.here or not reference.file else "this is not the folder that the dump was recorded in"
 
 

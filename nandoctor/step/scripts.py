@@ -120,11 +120,10 @@ class Script:
                 return
             if is_out_of_memory(error):
                 raise explain_memory(f"import {shown}", error) from error
-            otherwise = "" if name in self._defined else ", or name its class"
             raise ModelError(
                 f"Line {statement.node.lineno} of {shown} raised {type(error).__name__}{raised_at(error)}: {error}",
-                remedy=f"{name} needs that line, if only for a default value: move {name} to a file without "
-                f"it{otherwise}.",
+                remedy=f"{name} needs that line, if only for a default value: move {name} to a file without it"
+                f"{'' if name in self._defined else ', or name its class'}.",
             ) from error
 
     def _add_local(self, name: str) -> None:

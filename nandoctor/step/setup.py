@@ -250,10 +250,8 @@ def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[
 
 
 def _explain_unnamed(dump: Dump, folder: Path) -> ModelError:
-    """Return the error for a dump without the model's code, with the classes in a folder that its weights may be of.
-
-    That comes first whose first layer takes as many channels as an array of the file has.
-    """
+    """Return the error for a dump without the model's code, with the classes in a folder that its weights may be of."""
+    # The likeliest is the one whose first layer takes as many channels as an array of the file has.
     channels = {array.shape[1] for array in dump.arrays.values() if array.dim() > 1}
     states = [dump.state, *dump.other_states.values()]
     states.sort(key=lambda state: channels.isdisjoint([t.shape[1] for t in state.values() if t.dim() > 1][:1]))
@@ -277,8 +275,7 @@ def _build_as_own_code(
     location, _, name = str(named).rpartition(":")
     file, said, found, net = Path(location).resolve(), "", Options(), None
     bare, values = ("--model", f"{relative_path(file)}:{name}"), dump.scalars_by_last_name
-    names = (parameter.name for parameter in read_signature(factory).named)
-    texts = ((key, as_option(values[key])) for key in names if key in values)
+    texts = ((p.name, as_option(values[p.name])) for p in read_signature(factory).named if p.name in values)
     saved = (*bare, *(word for key, text in texts if text for word in ("--model-arg", f"{key}={text}")))
     ways = dict.fromkeys((bare, saved, *find_buildings(file, name, factory))) if file.suffix == ".py" else ()
     for options in islice(ways, _MAX_BUILDINGS):

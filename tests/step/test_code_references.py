@@ -128,8 +128,8 @@ def test_a_module_that_hides_an_installed_one_is_not_run(project, library, way, 
 @pytest.mark.parametrize(
     ("reference", "why"),
     [
-        (script("Plain.make"), "nor a function at the top level of a file"),
-        (script("Missing"), "defines nothing of that name that is imported"),
+        (script("Plain.make"), "nor a function at the top level of your own files"),
+        (script("Missing"), "nor a function at the top level of your own files"),
         (script(file="../elsewhere.py"), "is not in the working directory"),
         (script(file="/tmp/elsewhere.py"), "is not in the working directory"),
         (script(file="missing.py"), "is not in the working directory"),
@@ -191,7 +191,7 @@ def test_a_loss_from_elsewhere_is_only_named(project, fields):
     assert "--loss" in note
 
 
-def test_the_command_for_a_notebooks_loss_has_the_file_that_is_named(project):
+def test_a_notebooks_loss_is_named_in_the_file_that_is_named(project):
     _, (note,) = find_loss(Reference(module="__main__", name="loss"), OWN, ["script_of_the_test.py:Net"], Path())
     assert note.endswith("add --loss script_of_the_test.py:loss.")
 
@@ -201,7 +201,7 @@ def test_a_loss_without_a_name_of_its_own_is_to_be_written_out(project, name):
     loss, (note,) = find_loss(script(name), OWN, (), Path())
     assert loss is None
     assert f"--loss {name}" not in note
-    assert "it is no class, nor a function at the top level of a file" in note
+    assert "it is no class, nor a function at the top level of your own files" in note
     assert note.endswith(
         "def loss_of(output, batch) at the top level of script_of_the_test.py, and add "
         "--loss script_of_the_test.py:loss_of."
