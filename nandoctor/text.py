@@ -160,7 +160,8 @@ def cell_name(file: str) -> str:
 
 def relative_path(file: str | Path) -> str:
     """Return the path as one would type it here: relative if the file lies in the working directory; or the cell."""
-    path, here = Path(file).resolve(), Path.cwd().resolve()
+    here = Path.cwd()
+    path = here / file  # not looked up: the name may come from a dump
     return cell_name(str(file)) or (path.relative_to(here) if path.is_relative_to(here) else path).as_posix()
 
 
