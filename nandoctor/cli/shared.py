@@ -72,10 +72,12 @@ class OutputConsole(Console):
 
 def call(function: str, dump: Path, options: dict[str, Any], display: ReplayDisplay | None = None) -> Any:
     """Return what a function of `nandoctor.case` gives for a dump; a bar on standard error shows how far it is."""
+    from nandoctor.machine import torch_imported
     from nandoctor.views.progress import ReplayDisplay
 
-    with (display or ReplayDisplay()).shown() as progress:
-        from nandoctor import case  # importing torch alone takes a second
+    with (display or ReplayDisplay()).shown() as progress:  # importing torch alone takes a second
+        with torch_imported():
+            from nandoctor import case
 
         return getattr(case, function)(case.load(dump), progress=progress, **options)
 

@@ -95,6 +95,13 @@ def _publish(temporary: Path, folder: Path, stem: str) -> Path:
             except FileExistsError:
                 continue
             temporary.replace(path)
+        # Put the folder's new entry on the disk; systems that cannot open a folder lose it only in a power failure.
+        with suppress(OSError):
+            descriptor = os.open(folder, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
         return path
     raise AssertionError("there is always another number")
 

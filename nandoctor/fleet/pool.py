@@ -22,7 +22,7 @@ from typing import cast
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.triage import DumpResult
 from nandoctor.fleet.worker import Job, JobAnswer, run_job
-from nandoctor.machine import available_memory, count_cores, limit_memory
+from nandoctor.machine import available_memory, count_cores, limit_memory, torch_imported
 
 _LEAST_NBYTES = 1 << 30
 """The memory that a worker needs for torch and a small model: no more workers are started than fit."""
@@ -135,7 +135,8 @@ def _answer_jobs(connection: Connection, memory: int | None, num_threads: int) -
     os.dup2(2, 1)  # what a model prints is not part of the table
     if memory is not None:
         limit_memory(memory)
-    import torch  # noqa: PLC0415  (only workers need it)
+    with torch_imported():
+        import torch  # noqa: PLC0415  (only workers need it)
 
     torch.set_num_threads(num_threads)
     with contextlib.suppress(EOFError, BrokenPipeError):  # the parent has ended
