@@ -158,7 +158,7 @@ def test_what_is_no_patch_is_neither_piped_nor_written(find, fix, flag):
     find(fix)
     result = run(*ARGUMENTS, flag)
     assert (result.exit_code, result.stdout) == (1, "")
-    assert "This fix is no diff of a file: " in result.stderr
+    assert "This fix is no diff of a file (" in result.stderr
 
 
 def test_without_a_verified_change_there_is_nothing_to_print(find):

@@ -206,9 +206,8 @@ class Meaning:
         if offs[0].shape != offs[1].shape:  # a sparse result has no zeros
             return guard.fill
         moved = (offs[1] - offs[0]).nan_to_num().abs()
-        made = self.trials.exact(guard).values.values()
-        if not bool((moved > _ROUNDING_IN_64 * max((float(_largest(it).max()) for it in made), default=0.0)).any()):
-            return guard.fill  # as where what follows takes away any shift
+        if not bool((moved > _ROUNDING_IN_64).any()):  # as where what follows takes away any shift
+            return guard.fill
         place = int(moved.argmax())
         before, last = (float(off[place]) for off in offs)
         for _ in range(4):  # of a straight line the first is exact
@@ -220,14 +219,16 @@ class Meaning:
         return short if abs(short - found) <= _ALIKE / 10 * abs(found) else found
 
     def _off_limit(self, change: Change) -> torch.Tensor:
-        """Return how far the step with a change is off its limit in float64, where it gives no number itself."""
+        """Return how far off its limit a changed step is in float64 where it gives no number itself, as shares."""
         made = self.trials.exact(change).values
         limit = self.limit.values if self.limit is not None else {}
         names = [name for name in limit.keys() & made.keys() if limit[name].shape == made[name].shape]
         places = {
             name: torch.isfinite(limit[name]) & ~torch.isfinite(self._itself(name, limit[name])) for name in names
         }
-        return torch.cat([torch.zeros(0), *((made[name] - limit[name])[places[name]] for name in names)])
+        return torch.cat(
+            [torch.zeros(0), *(((made[name] - limit[name]) / _largest(limit[name]))[places[name]] for name in names)]
+        )
 
     def describe_replaced(self, change: Change, made: Result, edit: Edit) -> str | None:
         """Describe where a run has a number that the unchanged formula does not tend to in float64; None if nowhere.
