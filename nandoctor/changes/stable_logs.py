@@ -212,8 +212,6 @@ class LogSpace:
             **{name: partial(self._of_terms, name) for name in _OF_TERMS},
             "exp": lambda expression: self._leaf(expression.argument_node("self")),
             "softmax": self._of_softmax,
-            "cat": self._collected,
-            "stack": self._collected,
         }
 
     def _of_operator(self, node: ast.BinOp, name: str) -> _Log | None:
@@ -303,17 +301,6 @@ class LogSpace:
             "mean": f"{total} - torch.log(torch.ones_like({log.text}).sum({along}))",
         }
         return _Log(text=texts[name])
-
-    def _collected(self, expression: Expression) -> _Log | None:
-        """Return the logarithm of several tensors in one: theirs, in the same way."""
-        parts = expression.argument_node("tensors")
-        self._require_unbound(expression, parts)
-        logs = {part: self._term_of(part) for part in parts.elts} if isinstance(parts, ast.List | ast.Tuple) else {}
-        known = {part: log for part, log in logs.items() if log is not None}
-        if not known or len(known) < len(logs):
-            return None
-        text = self._change.code(expression.node, {part: log.text for part, log in known.items()})
-        return _Log(text=text, is_low=any(log.is_low for log in known.values()))
 
     def _joined(self, node: ast.BinOp, sign: str) -> _Log | None:
         """Return the logarithm of a product or a quotient."""

@@ -135,10 +135,6 @@ WRITTEN = {
         "return torch.log(x.exp().mean(-1))", "log",
         ["return torch.logsumexp(x, -1) - torch.log(torch.ones_like(x).sum(-1))"],
     ),
-    "several tensors in one": (
-        "p = torch.exp(x)\np = torch.cat([p, x.sigmoid()], dim=1)\nreturn torch.log(p.sum(1))", "log",
-        ["return torch.logsumexp(torch.cat([x, F.logsigmoid(x)], dim=1), 1)"],
-    ),
     "a running sum": ("return torch.log(x.exp().cumsum(1))", "log", ["return torch.logcumsumexp(x, 1)"]),
     "a mixture": (
         "return torch.log((F.softplus(x) * torch.exp(-x)).sum(-1))", "log",
