@@ -475,3 +475,76 @@ class Norm(nn.Linear):
 rows("numerics . sqrt *", BLANK, 6, 6, False, name="in bf16", fix="verified clamp", loss=squared, amp_dtype="bfloat16")(
     Norm
 )
+
+
+# --- what is 0 throughout is a number too, and two numbers are moved apart: 0 / 0 has no limit
+
+BLANK = {"x": torch.zeros(4, 8), "autocast": False}
+lifted("blank", DIVISION, BLANK, "verified guard", lambda h, x: h + torch.sin(x) / x)
+SHOWN = (300 * normal(4, 8)).abs().round().clamp(min=20).index_put((torch.tensor(1), torch.tensor(2)), torch.zeros(()))
+COUNTS = {"clicks": (SHOWN * 0.06).round(), "shown": SHOWN, "autocast": False}
+
+
+@rows(DIVISION, COUNTS, loss=squared, fix="none")
+class Rate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lift = nn.Linear(8, 8)
+
+    def forward(self, clicks, shown):
+        return self.lift(clicks / shown)
+
+
+# --- a limit that holds for this step's numbers, state that the text's second call changes, a gradient that is cut off
+
+
+class Stateful(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lift, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.rate = nn.Parameter(torch.zeros(8))
+        self.register_buffer("tau", torch.tensor(0.3))
+        self.register_buffer("last", torch.zeros(4, 8))
+
+
+@rows(DIVISION, {**ZEROS, "autocast": False}, loss=squared, fix="none")
+class Annealed(Stateful):
+    def forward(self, x):
+        return self.lift(x) + torch.tanh(x / self.tau) / x
+
+
+@rows("numerics . exp exp-overflow", {"x": 400 * normal(4, 8), "autocast": False}, loss=squared, fix="none")
+class TwiceInOne(Stateful):
+    def forward(self, x):
+        return self.lift(x) + torch.log(torch.exp(self.norm(x) * 400).mean())
+
+
+@rows(DIVISION, {**X, "autocast": False}, loss=lambda output, batch: 1e5 * squared(output, batch), fix="none")
+class NeverTrained(Stateful):
+    def forward(self, x):
+        return self.lift(x) + 1e-6 * torch.expm1(self.rate) / self.rate
+
+
+@rows(DIVISION, {**ZEROS, "autocast": False}, loss=squared, fix="none")
+class Rebound(Stateful):
+    def forward(self, x):
+        last = torch.sin(x, out=self.last)
+        last /= x
+        return self.lift(x) + last
+
+
+# --- a loss has weights of its own
+
+
+class Centers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.centers = nn.Parameter(torch.zeros(8))
+
+    def forward(self, output, _batch):
+        return (output.float() - self.centers).square().mean() + self.centers.square().sum().sqrt()
+
+
+lifted(
+    "centers", "numerics <loss> sqrt gradient-singularity", IN_FP32, "verified clamp", lambda h, x: h, loss=Centers()
+)
