@@ -412,8 +412,10 @@ class _Move(SingleEdit):
         return tree_map(partial(self._moved, op=op), op.run())
 
     def _moved(self, made: Any, op: RunningOp) -> Any:
-        may_be_flags = op.name in MOVES | CASTS and is_tensor(made) and made.dim()
-        if not (is_tensor(made) and made.is_floating_point()) or (may_be_flags and is_flags(made)):
+        if not (is_tensor(made) and made.is_floating_point()):
+            return made
+        of_flags = any(taken.dtype is torch.bool for _, taken in op.tensors())
+        if made.dim() and op.name in MOVES | CASTS and (of_flags or is_flags(made)):
             return made
         value = made.detach().double().nan_to_num(0.0, 0.0, 0.0)
         step = _towards_next(value) if self.towards else _pattern_like(value, _sizes_in(value), self.phase)

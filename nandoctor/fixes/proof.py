@@ -286,7 +286,7 @@ def _describe_diluted(proof: Proof) -> str | None:
         return None
     made = alone.run(proof.change)
     meaning = replace(proof.verifier.meaning, trials=alone)
-    is_known = made.ran and meaning.limit is not None  # where all that they hold is 0, nothing is moved
+    is_known = made.ran and meaning.limit is not None
     return meaning.describe_replaced(proof.change, made, proof.edit) if is_known else None
 
 
