@@ -226,16 +226,13 @@ class Case:
             return rows
         return pd.DataFrame(rows)
 
-    def plot(self, kind: str = "ranges") -> Figure:
-        """Draw one of the plots with matplotlib.
-
-        Args:
-            kind: one of those that `nandoctor plot --help` lists.
+    def plot(self) -> Figure:
+        """Draw the ranges of every layer with matplotlib.
 
         Raises:
-            NanDoctorError: there is no such kind, or the report lacks the numbers that it shows.
+            NanDoctorError: the report lacks the numbers that it shows.
         """
-        return draw(self.report, kind)
+        return draw(self.report)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the report to a file.

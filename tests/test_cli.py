@@ -225,7 +225,6 @@ def test_several_files_are_written_and_named_on_standard_error(workplace):
         (["replay", *SICK, "-o", "nowhere/report.json"], "There is no folder nowhere"),
         (["plot", *SICK, "-o", "ranges"], "ranges: unknown ending"),
         (["plot", *SICK, "-o", "ranges.html"], "ranges.html: unknown ending; use .png, .svg or .pdf"),
-        (["plot", *SICK, "--kind", "pie"], "'pie' is not one of 'ranges', 'origin'"),
         (["triage", "sick.pth", "--scheduler", "tcp://x:1", "--jobs", "2"], "--scheduler goes with no --jobs"),
         (["plto", "sick.pth"], "No such command 'plto'"),
     ],

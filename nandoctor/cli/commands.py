@@ -21,7 +21,6 @@ from nandoctor.cli.shared import (
     show,
     wrong_usage,
 )
-from nandoctor.views.plots import PLOTS
 from nandoctor.views.save import ENDINGS, PICTURE_ENDINGS, check_target, save, write_text
 
 if TYPE_CHECKING:
@@ -83,24 +82,20 @@ def _check(dump: Path, outputs: tuple[Path, ...], options: dict[str, Any], *, as
 @click.command(
     cls=GroupedCommand,
     examples=[
-        "plot nan.pth --model train.py:make_model --kind origin",
+        "plot nan.pth --model train.py:make_model",
         "plot nan.pth --model train.py:make_model -o ranges.svg",
     ],
 )
 @click.argument("dump", type=DumpPath, is_eager=True)
-@file_option("file", PICTURE_ENDINGS, "Default: the dump's name with .KIND.png, in the working directory.")
-@click.option("--kind", type=click.Choice(tuple(PLOTS)), default="ranges", show_default=True)
+@file_option("file", PICTURE_ENDINGS, "Default: the dump's name with .ranges.png, in the working directory.")
 @settings_options(*MODEL_AND_STEP)
-def plot(dump: Path, file: Path | None, kind: str, **options: Any) -> None:
-    """Replay DUMP, and plot its layers."""
+def plot(dump: Path, file: Path | None, **options: Any) -> None:
+    """Replay DUMP, and plot what every layer's values span, against what the format can hold."""
     if file is None:
-        file = Path(f"{dump.stem}.{kind}.png")
+        file = Path(f"{dump.stem}.ranges.png")
         with wrong_usage():
             check_target(file, PICTURE_ENDINGS)
-    _write_all(call("replay", dump, {**options, "fixes": False}).report, (file,), kind=kind)
-
-
-plot.epilog = "\b\n" + "\n".join(f"{kind:<11} {shows}" for kind, (_, shows) in PLOTS.items())
+    _write_all(call("replay", dump, {**options, "fixes": False}).report, (file,))
 
 
 @click.command(cls=GroupedCommand, examples=["repro nan.pth --model train.py:make_model -o repro.py"])
@@ -120,9 +115,9 @@ def repro(dump: Path, file: Path | None, **options: Any) -> None:
     tell(f"Wrote {file}")
 
 
-def _write_all(report: Report, outputs: tuple[Path, ...], *, as_json: bool = False, kind: str = "ranges") -> None:
+def _write_all(report: Report, outputs: tuple[Path, ...], *, as_json: bool = False) -> None:
     for path in outputs:
-        save(report, path, plot=kind)
+        save(report, path)
         tell(f"Wrote {path}")
     if as_json:
         show(report, as_json=True)

@@ -107,7 +107,6 @@ def origin_at(finding: Finding, trace: Trace) -> Origin:
         inputs=tuple(tensor.stats for tensor in op.inputs if tensor.stats is not None),
         output=made,
         nth=named.nth,
-        grid=analysis.counts.grid,
     )
 
 

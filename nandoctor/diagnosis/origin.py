@@ -306,7 +306,6 @@ def diagnose_outside(
         would_be=None,
         inputs=(),
         output=stats,
-        grid=stats.counts.grid if stats.counts else None,
     )
     return (Diagnosis(origin=origin, cause=cause),)
 

@@ -9,7 +9,7 @@ from nandoctor.evidence.codec import INLINED
 from nandoctor.evidence.dump_summary import DumpSummary, Environment
 from nandoctor.evidence.edits import ChangedFile, Edit, FixCost
 from nandoctor.evidence.formats import FP32, Effect, FloatFormat
-from nandoctor.evidence.trace import Grid, Place, SourceLine, TensorStats, largest_of
+from nandoctor.evidence.trace import Place, SourceLine, TensorStats, largest_of
 
 SCHEMA = "nandoctor.report/2"
 
@@ -130,7 +130,6 @@ class Origin:
     inputs: tuple[TensorStats, ...]
     output: TensorStats | None
     nth: int = 0
-    grid: Grid | None = None
     function: str | None = None
     called_from: SourceLine | None = None
 

@@ -70,27 +70,11 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grid:
-    """Counts of a tensor's non-finite elements over one or two of its dimensions, summed over the others.
-
-    `dims` are those dimensions and `sizes` their lengths; `numel` is the whole tensor's. Each dimension is cut into at
-    most 32 nearly equal cells: index p of `size` lies in cell `p * cells // size`. `counts` are the rows of cells, a
-    single row for one dimension.
-    """
-
-    dims: tuple[int, ...]
-    sizes: tuple[int, ...]
-    numel: int
-    counts: tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class NonfiniteCounts:
     """Exact counts over one tensor, made only if the cheap pass asked for them.
 
     `smallest` is the smallest non-zero finite magnitude, None if there is none. `samples` lists the indices along
-    dimension 0 with a NaN or an infinity, at most 64. `grid` exists for non-finite arrays of the batch and for the
-    outputs of examined ops.
+    dimension 0 with a NaN or an infinity, at most 64.
     """
 
     num_nan: int
@@ -100,7 +84,6 @@ class NonfiniteCounts:
     smallest: float | None
     first_bad_index: tuple[int, ...] | None
     samples: tuple[int, ...]
-    grid: Grid | None = None
 
     @property
     def num_bad(self) -> int:

@@ -136,7 +136,7 @@ class GradientTracer:
         nonfinite = next(
             values for values in map(numbers_in, outgoing) if values is not None and not all_finite(values)
         )
-        counts, _ = count_exactly(nonfinite, place=True)
+        counts, _ = count_exactly(nonfinite)
         given = [values for values in map(numbers_in, incoming) if values is not None]
         # A derivative that is infinite by itself says more than one that is multiplied by a zero gradient.
         places = (find_nonfinite(nonfinite) & (values != 0) for values in given if values.shape == nonfinite.shape)

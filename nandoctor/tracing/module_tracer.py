@@ -159,8 +159,6 @@ class Tracer:
         reading = self.reading_of(tensor)
         if reading is None:
             return None
-        if counts:
-            reading = add_counts(reading, tensor, place=True)
-        elif self._statistics == "counts" and reading.counts is None and not is_finite(reading):
+        if counts or (self._statistics == "counts" and reading.counts is None and not is_finite(reading)):
             reading = add_counts(reading, tensor)
         return reading if self._ops is None else reading._replace(producer=self._ops.producer_of(tensor))

@@ -335,7 +335,7 @@ def _examine(call: Invocation, outputs: Sequence[torch.Tensor]) -> OpAnalysis:
     with plain_torch():  # a transform of torch.func would wrap every number that is read
         made_here = _without_passed_on(call, output)
         output = output if all_finite(made_here) else made_here
-        counts, _ = count_exactly(output, place=True)
+        counts, _ = count_exactly(output)
         numel = output.numel()
         worst, value = _find_worst(find_nonfinite(output), exact)
         if (each := _before_reduction(call)) is not None and not all_finite(each):

@@ -27,7 +27,7 @@ from torch.nn.parameter import is_lazy
 
 from nandoctor.dumps.tensors import as_stored, comparable_values, holds_finite
 from nandoctor.evidence.formats import FORMATS, FP16, FP32, FP64, FloatFormat
-from nandoctor.evidence.trace import Grid, NonfiniteCounts, TensorStats
+from nandoctor.evidence.trace import NonfiniteCounts, TensorStats
 from nandoctor.text import MAX_SAMPLES_LISTED
 from nandoctor.torch_compat import (
     answers_itself,
@@ -90,12 +90,12 @@ def measure(tensor: torch.Tensor, *, counts: bool = False) -> Reading | None:
     return add_counts(reading, tensor) if counts else reading
 
 
-def add_counts(reading: Reading, tensor: torch.Tensor, *, place: bool = False) -> Reading:
-    """Return the reading with exact counts added; `place` asks where non-finite elements are."""
+def add_counts(reading: Reading, tensor: torch.Tensor) -> Reading:
+    """Return the reading with exact counts added."""
     values = numbers_in(tensor)
     assert values is not None
     rows_are_samples = not tensor.is_nested and tensor.layout == torch.strided
-    counts, limits = count_exactly(values, samples=rows_are_samples, place=place)
+    counts, limits = count_exactly(values, samples=rows_are_samples)
     return reading._replace(counts=counts, finite_limits=limits)
 
 
@@ -336,12 +336,10 @@ def _tally(stored: _Stored) -> tuple[int, ...]:
     return num_bad, num_nan, num_posinf, num_zero, smallest, lowest, highest
 
 
-def count_exactly(
-    values: torch.Tensor, *, samples: bool = True, place: bool = False
-) -> tuple[NonfiniteCounts, tuple[float, float] | None]:
+def count_exactly(values: torch.Tensor, *, samples: bool = True) -> tuple[NonfiniteCounts, tuple[float, float] | None]:
     """Count the elements of one strided tensor; also return the finite elements' limits, or None.
 
-    `samples` is False if dimension 0 is not the batch. `place` asks where non-finite elements are.
+    `samples` is False if dimension 0 is not the batch.
     """
     stored = _Stored.of(values)
     parts = (stored._replace(signed=part) for part in _cut(stored.signed))
@@ -358,7 +356,6 @@ def count_exactly(
         smallest=stored.magnitude(smallest) if smallest < stored.infinity else None,
         first_bad_index=first,
         samples=hit if samples else (),
-        grid=place_nonfinite(torch.as_tensor(stored.nonfinite).numpy(force=True)) if place and num_bad else None,
     )
     if not num_finite:
         return counts, None
@@ -391,50 +388,6 @@ def _locate(stored: _Stored, *, everywhere: bool) -> tuple[tuple[int, ...], tupl
 def find_largest(values: NDArray[Any]) -> tuple[int, ...]:
     """Return the index of the first largest value; numpy finds it many times as fast as torch."""
     return tuple(int(place) for place in np.unravel_index(values.argmax(), values.shape))
-
-
-MAX_CELLS = 32
-
-
-def place_nonfinite(nonfinite: NDArray[np.bool_]) -> Grid | None:
-    """Count the True elements of `nonfinite` over the two dimensions along which their number varies most.
-
-    Dimension 0, the batch, is left out if there are two others: the affected samples are reported separately.
-    """
-    if nonfinite.ndim == 0:
-        return None
-    batch = 1 if nonfinite.ndim > 2 else 0
-    totals = nonfinite.sum(0, dtype=np.int64) if batch else nonfinite.astype(np.int64)
-    dims: Sequence[int] = range(totals.ndim)
-    if len(dims) > 2:
-        dims = sorted(sorted(dims, key=lambda dim: (_unevenness(totals, dim), dim))[-2:])
-    counts = _sum_others(totals, dims)
-    for axis in range(len(dims)):
-        counts = _join_cells(counts, axis)
-    return Grid(
-        dims=tuple(dim + batch for dim in dims),
-        sizes=tuple(totals.shape[dim] for dim in dims),
-        numel=nonfinite.size,
-        counts=tuple(map(tuple, np.atleast_2d(counts).tolist())),
-    )
-
-
-def _unevenness(totals: NDArray[np.int64], dim: int) -> float:
-    """Return how much the share of non-finite elements varies along a dimension; -1 if its size is below 2."""
-    if totals.shape[dim] < 2:
-        return -1.0
-    return float(np.ptp(_sum_others(totals, (dim,))) * totals.shape[dim] / totals.size)
-
-
-def _sum_others(totals: NDArray[np.int64], dims: Sequence[int]) -> Any:
-    return totals.sum(tuple(dim for dim in range(totals.ndim) if dim not in dims))
-
-
-def _join_cells(counts: NDArray[np.int64], axis: int) -> NDArray[np.int64]:
-    """Add up neighbours along `axis` until at most MAX_CELLS are left."""
-    size = counts.shape[axis]
-    num_cells = min(size, MAX_CELLS)
-    return np.add.reduceat(counts, -(-np.arange(num_cells) * size // num_cells), axis)
 
 
 # Types that hold no tensor of the step. A module's weights are read as the model's state.

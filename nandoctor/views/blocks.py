@@ -136,9 +136,8 @@ def window(center: int, count: int, limit: int) -> range:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A plot of the report, by its kind; `hint` says how to get it where nothing can be drawn."""
+    """The plot of the report; `hint` says how to get it where nothing can be drawn."""
 
-    kind: str
     report: Report
     hint: str
 

@@ -15,7 +15,7 @@ from nandoctor.errors import NanDoctorError
 from nandoctor.text import diff_kind, in_python, printable, printable_code, split_code
 from nandoctor.views.blocks import Plot, document, excerpt_lines
 from nandoctor.views.markdown import draw_markdown
-from nandoctor.views.plots import PLOTS, draw
+from nandoctor.views.plots import draw
 
 
 def page_of(thing: Any) -> str:
@@ -34,14 +34,14 @@ def _draw_plot(plot: Plot) -> dict[str, Any] | None:
     from nandoctor.views.plots.figures import image_of  # noqa: PLC0415  (imports matplotlib)
 
     try:
-        figure = draw(plot.report, plot.kind)
+        figure = draw(plot.report)
     except NanDoctorError:
         return None
     finding = " ".join(figure.get_suptitle().split())
     figure.suptitle("")  # the page shows the finding as text that wraps
     data = base64.b64encode(image_of(figure, "svg")).decode()
     drawing = Markup('<img src="data:image/svg+xml;base64,{}" alt="{}">').format(data, finding)
-    return {"heading": PLOTS[plot.kind][0], "finding": finding, "drawing": drawing}
+    return {"heading": "Ranges of every layer", "finding": finding, "drawing": drawing}
 
 
 @cache

@@ -150,7 +150,7 @@ def _rest_of_page(report: Report, following: list[Fact]) -> Iterator[Block]:
         yield Section("What else was tried", [Facts(trials)], name="What else was tried", folded=True)
     if (layers := every_layer(report)) is not None:
         yield Section("Every layer", [layers], name="Every layer", folded=True)
-        yield Section("Plot", [_plot("ranges", report)], name="Plot", folded=True)
+        yield Section("Plot", [_plot(report)], name="Plot", folded=True)
     if constants := [Fact(constant(use.value), describe_use(use)) for use in report.eps_audit[:_MAX_CONSTANTS]]:
         title = "Eps constants, and what the format made of them"
         yield Section(title, [Facts(constants)], name="Eps constants", folded=True)
@@ -161,21 +161,16 @@ def _rest_of_page(report: Report, following: list[Fact]) -> Iterator[Block]:
 
 
 def _evidence_of_page(report: Report) -> list[Block]:
-    """Return the facts, the operands, how the values spread, and the tensor where it began."""
+    """Return the facts, the operands, and how the values spread."""
     facts = [*evidence_facts(report)]
     origin, found = report.origin, report.cause.evidence if report.cause is not None else ()
     facts += [Fact("evidence", text) for text in dict.fromkeys(item.text for item in found)]
     facts += list_operands(origin) if origin is not None else []
-    blocks: list[Block] = [Facts(facts)] if facts else []
-    grid = origin.grid if origin is not None else None
-    if grid is not None and len({count for row in grid.counts for count in row}) > 1:  # where it is not uniform
-        blocks.append(_plot("origin", report))
-    return blocks
+    return [Facts(facts)] if facts else []
 
 
-def _plot(kind: str, report: Report) -> Plot:
-    command = command_for("plot", report, f"--kind {kind}")
-    return Plot(kind, report, f"{kind}: {command or 'on the page (report.html)'}")
+def _plot(report: Report) -> Plot:
+    return Plot(report, f"ranges: {command_for('plot', report) or 'on the page (report.html)'}")
 
 
 _MAX_LISTED = 3

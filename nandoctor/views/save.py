@@ -27,8 +27,8 @@ PICTURE_ENDINGS = (".png", ".svg", ".pdf")
 ENDINGS = (".html", ".md", ".json", *PICTURE_ENDINGS)
 
 
-def save(found: Any, path: Path, *, plot: str = "ranges") -> None:
-    """Write the page (.html), Markdown (.md), the record (.json) or a plot of a report (.png, .svg, .pdf).
+def save(found: Any, path: Path) -> None:
+    """Write the page (.html), Markdown (.md), the record (.json) or the plot of a report (.png, .svg, .pdf).
 
     Raises:
         NanDoctorError: as by `check_target`, or there is nothing to draw, or the file cannot be written.
@@ -38,7 +38,7 @@ def save(found: Any, path: Path, *, plot: str = "ranges") -> None:
     if ending in PICTURE_ENDINGS:
         from nandoctor.views.plots.figures import image_of
 
-        write_bytes(image_of(draw(found, plot), ending[1:]), path)
+        write_bytes(image_of(draw(found), ending[1:]), path)
     elif ending == ".json":
         write_text(f"{to_json(found)}\n", path)
     elif ending == ".html":

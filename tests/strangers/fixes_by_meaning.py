@@ -495,7 +495,7 @@ class Rate(nn.Module):
         return self.lift(clicks / shown)
 
 
-# --- a limit that holds for this step's numbers, state that the text's second call changes, a gradient that is cut off
+# --- a limit that holds for this step's numbers, state that the text's second call changes, a gradient that is cut off, a loss's weights
 
 
 class Stateful(nn.Module):
@@ -531,9 +531,6 @@ class Rebound(Stateful):
         last = torch.sin(x, out=self.last)
         last /= x
         return self.lift(x) + last
-
-
-# --- a loss has weights of its own
 
 
 class Centers(nn.Module):

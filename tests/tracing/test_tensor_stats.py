@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nandoctor.evidence.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, FP64
 from nandoctor.tracing import tensor_stats
-from nandoctor.tracing.tensor_stats import SAMPLE_SIZE, add_counts, all_finite, collect, measure, place_nonfinite
+from nandoctor.tracing.tensor_stats import SAMPLE_SIZE, all_finite, collect, measure
 
 NAN, INF = math.nan, math.inf
 FLOATS = {
@@ -77,9 +77,9 @@ def test_counts_are_naive_ones_and_limits_of_finite_values(dtype, values):
 @given(values=st.lists(SPECIAL | st.floats(width=32), min_size=42, max_size=42))
 def test_counts_in_pieces_are_those_of_the_whole(layout, values):
     tensor = layout(torch.tensor(values, dtype=torch.float64).to(torch.float16).reshape(6, 7))
-    whole = tensor_stats.count_exactly(tensor, place=True)
+    whole = tensor_stats.count_exactly(tensor)
     with mock.patch.object(tensor_stats, "_AT_ONCE", 16):
-        assert tensor_stats.count_exactly(tensor, place=True) == whole
+        assert tensor_stats.count_exactly(tensor) == whole
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 4)])
@@ -222,55 +222,3 @@ def test_an_expanded_tensor_is_not_written_out():
         tracemalloc.stop()
     assert (counted.num_nan, counted.samples) == (1 << 22, (2,))
     assert peak < 24 << 20  # the mask, and no copy of the numbers
-
-
-def mask(shape, *places):
-    nonfinite = torch.zeros(shape, dtype=torch.bool).numpy()
-    for place in places:
-        nonfinite[place] = True
-    return nonfinite
-
-
-def test_nothing_uneven_is_shown_over_the_last_two_dimensions():
-    grid = place_nonfinite(mask((4, 8, 3, 5), 2))
-    assert (grid.dims, grid.sizes, grid.numel) == ((2, 3), (3, 5), 480)
-    assert grid.counts == ((8,) * 5,) * 3
-
-
-def test_a_nonfinite_channel_is_shown_and_not_the_rows_it_fills():
-    grid = place_nonfinite(mask((2, 6, 3, 5), (slice(None), 4)))
-    assert grid.dims == (1, 3)
-    assert [sum(row) for row in grid.counts] == [0, 0, 0, 0, 30, 0]
-
-
-@pytest.mark.parametrize(
-    ("shape", "dims", "counts"),
-    [((3,), (0,), ((0, 1, 0),)), ((2, 3), (0, 1), ((0, 0, 0), (1, 1, 1))), ((2, 3, 1), (1, 2), ((0,), (1,), (0,)))],
-)
-def test_few_dimensions(shape, dims, counts):
-    nonfinite = mask(shape, 1) if len(shape) < 3 else mask(shape, (1, 1))
-    grid = place_nonfinite(nonfinite)
-    assert (grid.dims, grid.counts) == (dims, counts)
-
-
-@pytest.mark.parametrize("size", [31, 32, 33, 100, 1000])
-def test_large_dimensions_are_joined_into_cells_without_loss(size):
-    nonfinite = torch.rand(2, size, 50).numpy() < 0.3
-    grid = place_nonfinite(nonfinite)
-    assert max(len(grid.counts), len(grid.counts[0])) <= 32
-    assert sum(map(sum, grid.counts)) == int(nonfinite.sum())
-    cells = (torch.arange(size) * min(size, 32) // size).numpy()
-    assert [sum(row) for row in grid.counts] == [
-        int(nonfinite[:, cells == cell].sum()) for cell in range(min(size, 32))
-    ]
-
-
-def placed_stats(tensor, **options):
-    return collect([("", add_counts(measure(tensor), tensor, **options))])[0]
-
-
-def test_a_counts_places_nothing_unless_asked():
-    sound, nonfinite = torch.ones(2, 3), torch.tensor([[1.0, math.nan], [1.0, 1.0]])
-    assert placed_stats(nonfinite).counts.grid is None
-    assert placed_stats(nonfinite, place=True).counts.grid.counts == ((0, 1), (0, 0))
-    assert placed_stats(sound, place=True).counts.grid is None

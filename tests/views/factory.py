@@ -37,7 +37,7 @@ from nandoctor.evidence.report import (
     StepSetting,
     TrialOutcome,
 )
-from nandoctor.evidence.trace import Grid, NonfiniteCounts, Place, SourceLine, TensorStats
+from nandoctor.evidence.trace import NonfiniteCounts, Place, SourceLine, TensorStats
 from nandoctor.views.html import page_of
 
 
@@ -391,9 +391,8 @@ def fixable():
 
 
 def origin(made, **changes):
-    """The origin at the first non-finite row, its damage in the middle of the image."""
+    """The origin at the first non-finite row."""
     nonfinite = nonfinite_row(made.runs)
-    counts = tuple(tuple(8 if 10 < row < 20 and 4 < place < 9 else 0 for place in range(32)) for row in range(32))
     record = Origin(
         phase="forward",
         place=nonfinite.place,
@@ -405,7 +404,6 @@ def origin(made, **changes):
         would_be=None,
         inputs=(tensor(13.6, path="self"), tensor(1.27, path="other")),
         output=nonfinite.outputs[0],
-        grid=Grid(dims=(2, 3), sizes=(32, 32), numel=nonfinite.outputs[0].numel, counts=counts),
     )
     return replace(record, **changes)
 

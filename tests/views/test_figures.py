@@ -13,7 +13,7 @@ from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import FP16, FP32
 from nandoctor.evidence.report import Runs
 from nandoctor.views.layers import every_layer, select_layers
-from nandoctor.views.plots import PLOTS, draw
+from nandoctor.views.plots import draw
 from nandoctor.views.plots.ranges import MAX_BARS, draw_ranges
 
 
@@ -120,34 +120,15 @@ def title(figure):
     return " ".join(figure.get_suptitle().split())
 
 
-@pytest.mark.parametrize("kind", PLOTS)
-def test_nothing_was_run(kind):
+def test_nothing_was_run():
     with pytest.raises(NanDoctorError):
-        draw(factory.weights_only(), kind)
-
-
-def test_an_unknown_kind_is_refused():
-    with pytest.raises(NanDoctorError, match="no plot 'pie'") as caught:
-        draw(factory.healthy(), "pie")
-    assert "ranges, origin" in caught.value.remedy
-
-
-def test_the_origin_is_shown_where_it_is():
-    figure = draw(factory.fixable(), "origin")
-    assert (figure.axes[0].get_ylabel(), figure.axes[0].get_xlabel()) == ("dimension 2", "dimension 3")
-    assert "; summed over dimension 0 and dimension 1" in figure.legends[0].get_title().get_text()
-    found = "Origin: div in encoder.blocks.2.attention: NaN in 288 of 65,536."
-    assert title(figure) == f"{factory.fixable().headline}. {found}"
-    assert figure.legends[0].get_texts()[-1].get_text() == "8 non-finite per cell"
-    image = figure.axes[0].images[0].get_array()
-    assert image[11, 5] == 8
-    assert image.mask[0, 0]
+        draw(factory.weights_only())
 
 
 def test_a_run_without_autocast_is_told_as_such():
     made = factory.fixable()
     plain = replace(made, runs=replace(made.runs, autocast=replace(made.runs.autocast, policy="none")))
-    written = [text.get_text() for text in draw(plain, "ranges").findobj(Text)]
+    written = [text.get_text() for text in draw(plain).findobj(Text)]
     told = [text for text in written if "autocast" in text]
     assert all("without autocast" in text for text in told)
     assert told
