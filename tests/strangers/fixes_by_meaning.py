@@ -495,7 +495,7 @@ class Rate(nn.Module):
         return self.lift(clicks / shown)
 
 
-# --- a limit that holds for this step's numbers, state that the text's second call changes, a gradient that is cut off, a loss's weights
+# --- a limit for this step's numbers alone, state that a text changes twice, a gradient cut off, a loss's weights
 
 
 class Stateful(nn.Module):
