@@ -194,7 +194,10 @@ def in_mode(model: nn.Module, training: bool, recorded: Mapping[str, bool]) -> I
 
 @contextmanager
 def seeded(randomness: Randomness, device: torch.device) -> Iterator[Callable[[], list[torch.Tensor]]]:
-    """Seed torch, numpy and Python, and restore all three after; yield torch's states if drawn from."""
+    """Seed torch, numpy and Python, and restore all three after.
+
+    It yields a function that returns the states of torch's generators that were drawn from since.
+    """
     seed = randomness.seed
     with generators_kept(device):
         random.seed(seed or 0)

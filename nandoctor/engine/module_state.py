@@ -82,20 +82,21 @@ def held_by(loss: Callable[..., Any] | None) -> dict[str, nn.Module | torch.Tens
     own = inspect.unwrap(loss) if loss is not None else None
     found = {"": own, "self": getattr(own, "__self__", None)}
     if inspect.isfunction(own):
-        around = inspect.getclosurevars(own)
-        found |= {**around.globals, **around.nonlocals}
+        with suppress(ValueError):  # a variable around it has no value yet
+            around = inspect.getclosurevars(own)
+            found |= {**around.globals, **around.nonlocals}
     return {name: value for name, value in found.items() if isinstance(value, nn.Module | torch.Tensor)}
 
 
 def find_outside(
     loss: torch.Tensor, model: nn.Module, held: Mapping[str, nn.Module | torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return what a backward pass gives gradients besides the model's weights, by the names of what is `held`."""
-    names = {id(tensor): name for _, name, tensor in known_tensors(model, {})}
-    for name, value in held.items():
-        inside = value.named_parameters() if isinstance(value, nn.Module) else [("", value)]
-        names |= {id(tensor): f"{name}.{inner}".strip(".") for inner, tensor in inside}
-    own, seen, found = {id(weight) for weight in model.parameters()}, set[Any](), dict[int, torch.Tensor]()
+    """Return what a backward pass gives gradients besides the model's weights, by the names of what is `held`.
+
+    Each has a name of its own, which no weight of the model has either.
+    """
+    weights = dict(model.named_parameters())
+    own, seen, found = set(map(id, weights.values())), set[Any](), dict[int, torch.Tensor]()
     waiting = [loss.grad_fn]
     while waiting:
         node = waiting.pop()
@@ -105,9 +106,18 @@ def find_outside(
         waiting += [following for following, _ in node.next_functions]
         if (leaf := getattr(node, "variable", None)) is not None and id(leaf) not in own:
             found[id(leaf)] = leaf
-    shapes = (f"a trained tensor outside of the model ({list(leaf.shape)})" for leaf in found.values())
-    named = zip(shapes, found.items(), strict=True)
-    return {names.get(key, unnamed): leaf for unnamed, (key, leaf) in named}
+    if not found:
+        return {}
+    known = {id(tensor): name for _, name, tensor in known_tensors(model, {})}
+    for name, value in held.items():
+        inside = value.named_parameters() if isinstance(value, nn.Module) else [("", value)]
+        known |= {id(tensor): f"{name}.{inner}".strip(".") for inner, tensor in inside}
+    named = dict[str, torch.Tensor]()
+    for place, leaf in enumerate(found.values(), 1):
+        name = known.get(id(leaf), "")
+        is_free = name and name not in weights and name not in named
+        named[name if is_free else f"{name or 'tensor'} ({place} outside of the model)"] = leaf
+    return named
 
 
 def run_backward(
@@ -213,16 +223,10 @@ def copied_state(model: nn.Module, left_out: Callable[[torch.Tensor], bool]) -> 
     numbers = {name: numbers_in(t) if t.is_floating_point() else t.detach() for name, t in held.items() if is_dense(t)}
     found = {name: values.clone() for name, values in numbers.items() if values is not None}
     for path, module in model.named_modules():
-        own = (
-            (f"{path}.{name}".removeprefix("."), it)
-            for name, it in vars(module).items()
-            if name not in _OF_EVERY_MODULE
-        )
-        for name, value in own:
-            if type(value) in _CONTAINERS:
-                found[f"len({name})"] = torch.tensor(len(value))
-            elif type(value) in (int, float, bool):
-                found[name] = torch.tensor(value)
+        for name, value in vars(module).items():
+            is_container = type(value) in _CONTAINERS
+            if name not in _OF_EVERY_MODULE and (is_container or type(value) in (int, float, bool)):
+                found[f"{path}.{name}".removeprefix(".")] = torch.tensor(len(value) if is_container else value)
     return found
 
 

@@ -47,6 +47,7 @@ _BISECTIONS = 4
 _STEPS = (2.0**-8, 2.0**-13, 2.0**-18)
 """Each is 1/32 of the one before: sqrt(h) still shrinks sixfold, and float64 keeps ten digits of 1/h."""
 _ROUNDING_IN_64 = 1e-10
+"""What moves a result by less, as a share of its row, does not move it: float64 has 16 digits."""
 _ROUNDING = 2.0**-22
 """A step that fp32's rounding makes anywhere."""
 LOST = 0.5

@@ -208,9 +208,11 @@ def _judge_buffers(proof: Proof) -> Said | None:
     if spoilt:
         names = join_first([f"`{name}`" for name in spoilt], 3)
         return Said("failed", f"{names} {are(len(spoilt))} left with NaN or Inf")
+    if only_widens(proof.edit) or proof.change == proof.edit:
+        return None
     counts = is_text_alone(proof.edit)
     meant = trials.reference() if counts else trials.reference(proof.edit)
-    if only_widens(proof.edit) or not meant.ran:
+    if not meant.ran:
         return None
     name = unlike_state(trials.reference(proof.change), meant, counts=counts)
     return Said("failed", f"{name} is left otherwise than the change means") if name is not None else None

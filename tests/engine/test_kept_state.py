@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import nandoctor
 from nandoctor.dumps.reader import read_dump
 from nandoctor.engine import module_state
-from nandoctor.engine.module_state import restored, run_backward
+from nandoctor.engine.module_state import find_outside, restored, run_backward
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 SHARED = {"seen": 0}
@@ -180,6 +180,13 @@ def test_what_a_backward_pass_writes_is_put_back(kind, monkeypatch):
         assert before
         assert not torch.equal(model.weight, torch.ones(4, 4))
     assert torch.equal(model.weight, torch.ones(4, 4))
+
+
+def test_weights_of_a_loss_hide_none_of_the_same_name():
+    model, head = nn.Linear(4, 4), nn.Linear(4, 4)
+    outside = find_outside(head(model(X)).sum(), model, {"": head})
+    assert {*map(id, outside.values())} == {id(head.weight), id(head.bias)}
+    assert not outside.keys() & dict(model.named_parameters()).keys()
 
 
 @pytest.mark.parametrize("kind", [kind for kind in WRITES if "parameter" in kind or kind.endswith(("buffer", "data"))])

@@ -179,10 +179,7 @@ STEPS = {
                 return (0.5 - shares.log()).mean()
             """,
         },
-        batch={
-            "x": torch.tensor([[1.0, 0.5, 0.0, 2.0], [120.0, 0.0, 3.0, 1.0]]),
-            "labels": torch.tensor([3, 0]),
-        },
+        batch={"x": torch.tensor([[1.0, 0.5, 0.0, 2.0], [120.0, 0.0, 3.0, 1.0]]), "labels": torch.tensor([3, 0])},
         lines=(
             'shares = parts(output.double().softmax(-1), F.one_hot(batch["labels"], 4).bool())',
             "return (0.5 - shares.log()).mean().float()",

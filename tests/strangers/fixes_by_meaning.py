@@ -480,19 +480,10 @@ rows("numerics . sqrt *", BLANK, 6, 6, False, name="in bf16", fix="verified clam
 # --- what is 0 throughout is a number too, and two numbers are moved apart: 0 / 0 has no limit
 
 BLANK = {"x": torch.zeros(4, 8), "autocast": False}
+CENTER = nn.Parameter(torch.zeros(8))
 lifted("blank", DIVISION, BLANK, "verified guard", lambda h, x: h + torch.sin(x) / x)
 SHOWN = (300 * normal(4, 8)).abs().round().clamp(min=20).index_put((torch.tensor(1), torch.tensor(2)), torch.zeros(()))
 COUNTS = {"clicks": (SHOWN * 0.06).round(), "shown": SHOWN, "autocast": False}
-
-
-@rows(DIVISION, COUNTS, loss=squared, fix="none")
-class Rate(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lift = nn.Linear(8, 8)
-
-    def forward(self, clicks, shown):
-        return self.lift(clicks / shown)
 
 
 # --- a limit for this step's numbers alone, state that a text changes twice, a gradient cut off, a loss's weights
@@ -505,6 +496,12 @@ class Stateful(nn.Module):
         self.rate = nn.Parameter(torch.zeros(8))
         self.register_buffer("tau", torch.tensor(0.3))
         self.register_buffer("last", torch.zeros(4, 8))
+
+
+@rows(DIVISION, COUNTS, loss=squared, fix="none")
+class Rate(Stateful):
+    def forward(self, clicks, shown):
+        return self.lift(clicks / shown)
 
 
 @rows(DIVISION, {**ZEROS, "autocast": False}, loss=squared, fix="none")
@@ -533,15 +530,8 @@ class Rebound(Stateful):
         return self.lift(x) + last
 
 
-class Centers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.centers = nn.Parameter(torch.zeros(8))
-
-    def forward(self, output, _batch):
-        return (output.float() - self.centers).square().mean() + self.centers.square().sum().sqrt()
+def to_center(output, _batch):
+    return (output.float() - CENTER).square().mean() + CENTER.square().sum().sqrt()
 
 
-lifted(
-    "centers", "numerics <loss> sqrt gradient-singularity", IN_FP32, "verified clamp", lambda h, x: h, loss=Centers()
-)
+lifted("center", "numerics <loss> sqrt gradient-singularity", IN_FP32, "verified clamp", lambda h, x: h, loss=to_center)
