@@ -26,7 +26,6 @@ from nandoctor.step.weights import take_weights
 from nandoctor.text import brief, in_python
 from nandoctor.verification import Changed, Query, tell_if_changed, verify_dump
 from nandoctor.views.fixes import command_arguments
-from nandoctor.views.plots import draw
 from nandoctor.views.save import save
 
 if TYPE_CHECKING:
@@ -232,7 +231,9 @@ class Case:
         Raises:
             NanDoctorError: the report lacks the numbers that it shows.
         """
-        return draw(self.report)
+        from nandoctor.views.plots.ranges import draw_ranges
+
+        return draw_ranges(self.report)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the report to a file.

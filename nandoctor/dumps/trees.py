@@ -35,8 +35,7 @@ def name_tensors(tree: Any, name: str, take: Callable[[str, Any], str]) -> Any:
 
     def name_tensor(place: Place, item: Any) -> Any:
         # The name of a tensor is made of all keys above it.
-        keys = [key for key in item if not isinstance(key, (int, float, type(None)))] if isinstance(item, dict) else []
-        if not all(isinstance(key, str) and len(key) <= MAX_NAME for key in keys):
+        if isinstance(item, dict) and not all(map(_is_part_of_a_name, item)):
             raise DumpError(f"{name!r} holds a key that is neither a short string nor a number.", remedy=AS_WRITTEN)
         return item if isinstance(item, others) else Slot(name=take(".".join([name, *map(str, place)]), item))
 
@@ -52,6 +51,10 @@ def too_large() -> DumpError:
         "it is nested too deeply, or holds more values than any training step does.",
         remedy="Save the tensors of the failing step in one flat dict, with model.state_dict() as the weights.",
     )
+
+
+def _is_part_of_a_name(key: Any) -> bool:
+    return isinstance(key, (int, float, type(None))) or (isinstance(key, str) and len(key) <= MAX_NAME)
 
 
 def slots(tree: Any) -> Iterator[str]:

@@ -15,7 +15,6 @@ from nandoctor.errors import NanDoctorError
 from nandoctor.text import diff_kind, in_python, printable, printable_code, split_code
 from nandoctor.views.blocks import Plot, document, excerpt_lines
 from nandoctor.views.markdown import draw_markdown
-from nandoctor.views.plots import draw
 
 
 def page_of(thing: Any) -> str:
@@ -32,9 +31,10 @@ def card_of(thing: Any) -> str:
 def _draw_plot(plot: Plot) -> dict[str, Any] | None:
     """Return heading, finding in a sentence, and drawing; None if the report does not have the numbers for it."""
     from nandoctor.views.plots.figures import image_of  # noqa: PLC0415  (imports matplotlib)
+    from nandoctor.views.plots.ranges import draw_ranges  # noqa: PLC0415
 
     try:
-        figure = draw(plot.report)
+        figure = draw_ranges(plot.report)
     except NanDoctorError:
         return None
     finding = " ".join(figure.get_suptitle().split())

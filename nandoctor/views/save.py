@@ -16,7 +16,6 @@ from nandoctor.evidence.codec import to_json
 from nandoctor.text import join_words
 from nandoctor.views.blocks import document
 from nandoctor.views.markdown import draw_markdown
-from nandoctor.views.plots import draw
 
 MARK = "nandoctor"
 """A word near the beginning or the end of every file that nandoctor writes."""
@@ -37,8 +36,9 @@ def save(found: Any, path: Path) -> None:
     ending = path.suffix.lower()
     if ending in PICTURE_ENDINGS:
         from nandoctor.views.plots.figures import image_of
+        from nandoctor.views.plots.ranges import draw_ranges
 
-        write_bytes(image_of(draw(found), ending[1:]), path)
+        write_bytes(image_of(draw_ranges(found), ending[1:]), path)
     elif ending == ".json":
         write_text(f"{to_json(found)}\n", path)
     elif ending == ".html":

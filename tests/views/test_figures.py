@@ -13,7 +13,6 @@ from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import FP16, FP32
 from nandoctor.evidence.report import Runs
 from nandoctor.views.layers import every_layer, select_layers
-from nandoctor.views.plots import draw
 from nandoctor.views.plots.ranges import MAX_BARS, draw_ranges
 
 
@@ -122,13 +121,13 @@ def title(figure):
 
 def test_nothing_was_run():
     with pytest.raises(NanDoctorError):
-        draw(factory.weights_only())
+        draw_ranges(factory.weights_only())
 
 
 def test_a_run_without_autocast_is_told_as_such():
     made = factory.fixable()
     plain = replace(made, runs=replace(made.runs, autocast=replace(made.runs.autocast, policy="none")))
-    written = [text.get_text() for text in draw(plain).findobj(Text)]
+    written = [text.get_text() for text in draw_ranges(plain).findobj(Text)]
     told = [text for text in written if "autocast" in text]
     assert all("without autocast" in text for text in told)
     assert told
