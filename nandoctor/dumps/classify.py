@@ -59,13 +59,15 @@ class Contents:
     """The contents of a file of `nbytes` bytes, by dotted name; `left_out` names what no replay uses.
 
     Dense tensors are torch's only if `as_torch` is set. `tree` has plain values, and a `Slot` for each array, in the
-    containers that they were saved in. `idle` has the tensors and the NaN of what no replay takes, as an optimizer.
+    containers that they were saved in. `with_grad` names the arrays that required gradients. `idle` has the tensors and
+    the NaN of what no replay takes, as an optimizer.
     """
 
     nbytes: int
     as_torch: bool
     states: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     arrays: dict[str, torch.Tensor] = field(default_factory=dict)
+    with_grad: set[str] = field(default_factory=set)
     scalars: dict[str, Any] = field(default_factory=dict)
     rng_states: dict[str, torch.Tensor] = field(default_factory=dict)
     moments: list[SecondMoment] = field(default_factory=list)
@@ -290,6 +292,8 @@ def _sort_leaf(contents: Contents, name: str, value: object) -> Any:
         tensor = _take_tensor(contents, name, value)
         if tensor.shape or str(tensor.layout) != "torch.strided":
             contents.arrays[name] = tensor
+            if isinstance(value, StoredTensor) and value.requires_grad:
+                contents.with_grad.add(name)
             return Slot(name=name)
         contents.scalars[name] = tensor.item()
         return tensor

@@ -28,7 +28,8 @@ class Dump:
     file itself; `other_states` are the file's other state dicts by name.
     `arrays` maps names to tensors of at least one dimension, in the order of the file. `scalars` holds numbers,
     strings, booleans, None, flat lists of them, and 0-dim arrays as numbers. Both flatten nested containers to dotted
-    names; `tree` keeps the containers, with a `Slot` for each array. `rng_states` are the states of random generators,
+    names; `tree` keeps the containers, with a `Slot` for each array. `with_grad` names the arrays that required
+    gradients. `rng_states` are the states of random generators,
     `moments` the second moments of the optimizer, `idle` all tensors and NaN that no replay takes. `left_out` names
     the rest of the file: other weights, schedules, arrays of text. `recorded` is what a file in the recorder's format
     says of the call and its environment, and `provenance` whether this user's own recorder wrote it; `missing` names
@@ -41,6 +42,7 @@ class Dump:
     layout: Layout
     state: Mapping[str, torch.Tensor]
     arrays: Mapping[str, torch.Tensor]
+    with_grad: frozenset[str] = frozenset()
     scalars: Mapping[str, Any] = field(default_factory=dict)
     rng_states: tuple[torch.Tensor, ...] = ()
     moments: tuple[SecondMoment, ...] = ()

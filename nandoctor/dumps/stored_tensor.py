@@ -138,11 +138,13 @@ class StoredTensor:
     """A stand-in for a dense tensor: its numbers, left in the file, with the part of torch's interface that is used.
 
     `raw` are the numbers as numpy can read them, those of bf16 and fp8 as integers; `address` is where they begin.
+    `requires_grad`: it was saved so.
     """
 
     raw: NDArray[Any]
     dtype: TorchName
     address: int
+    requires_grad: bool = False
 
     layout: ClassVar[str] = "torch.strided"
 
@@ -269,8 +271,8 @@ def name_device(*place: Any) -> TorchName:
 def rebuild(storage: Any, offset: Any, size: Any, stride: Any, *others: Any) -> object:
     """Return the tensor of these elements of a storage: `torch._utils._rebuild_tensor` and its versions 2 and 3.
 
-    It requires no gradient and has no hooks, whatever the file says. `others` are these two, in version 3 the dtype,
-    and metadata. numpy checks that all of it lies in the data.
+    `others` are whether it requires a gradient, hooks, which it does not get, in version 3 the dtype, and metadata.
+    numpy checks that all of it lies in the data.
 
     Raises:
         TypeError, ValueError, OverflowError: it does not lie in its storage.
@@ -288,7 +290,8 @@ def rebuild(storage: Any, offset: Any, size: Any, stride: Any, *others: Any) -> 
     kind = np.dtype(_NUMPY_CODES[dtype])
     begin, strides = offset * kind.itemsize, tuple(number * kind.itemsize for number in stride)
     raw: NDArray[Any] = np.ndarray(tuple(size), kind, storage.data, begin, strides)
-    return StoredTensor(raw=raw, dtype=TorchName(name=f"torch.{dtype}"), address=storage.offset + begin)
+    name, address, requires_grad = TorchName(name=f"torch.{dtype}"), storage.offset + begin, others[:1] == (True,)
+    return StoredTensor(raw=raw, dtype=name, address=address, requires_grad=requires_grad)
 
 
 def rebuild_sparse(layout: Any, data: Any) -> StoredSparse:

@@ -29,11 +29,12 @@ class Call:
     """The call of a model on a batch.
 
     `batch` holds every array that may be needed, on the step's device. `forward` takes it and returns the model's
-    output, reading the arrays in `used`. `description` shows the call.
+    output, reading the arrays in `used`, of which those `with_grad` require gradients. `description` shows the call.
     """
 
     batch: Batch
     used: frozenset[str]
+    with_grad: frozenset[str] = frozenset()
     forward: Callable[[Batch], Any]
     description: str = ""
 

@@ -17,7 +17,7 @@ from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.dumps.tensors import comparable_values
 from nandoctor.engine.module_state import list_nonfinite_state
 from nandoctor.engine.runner import CLOSELY, MODULES_ONLY, FailingStep, Outcome, Watch
-from nandoctor.engine.user_code import WRONG_CALL
+from nandoctor.engine.user_code import NO_GRADIENT, WRONG_CALL
 from nandoctor.errors import DumpError, LossError, ModelError
 from nandoctor.evidence.formats import BF16, EDGE, FP16, FP32
 from nandoctor.evidence.report import Grade, ReplayAttempt, Reproduction
@@ -319,6 +319,7 @@ def _agrees_better(other: Replayed, best: Replayed) -> bool:
 def _replay(steps: list[FailingStep], preparation: Preparation, *, is_first: bool) -> Replayed:
     """Replay the first of `steps`, or the next if the model rejects the arguments themselves.
 
+    If the step takes gradients that its inputs do not require, these do: a physics loss takes those of coordinates.
     With `is_first`, the setting may well be that of the failing step: if output and loss agree and the loss is finite,
     the backward pass, which is needed as well, follows in the same run.
     """
@@ -329,8 +330,12 @@ def _replay(steps: list[FailingStep], preparation: Preparation, *, is_first: boo
         if outcome.trace.raised is not None and not all(stats.finite for stats in outcome.trace.batch):
             _refuse_wrong_call(step)
     except ModelError as error:
-        if others and isinstance(error.__cause__, WRONG_CALL):
-            with suppress(ModelError):  # if no call fits, the likeliest one's error is raised
+        if NO_GRADIENT in str(error.__cause__) and not step.call.with_grad:
+            others = [replace(step, call=replace(step.call, with_grad=step.call.used))]
+        elif not isinstance(error.__cause__, WRONG_CALL):
+            raise
+        with suppress(ModelError):  # if no call fits, the likeliest one's error is raised
+            if others:
                 return _replay(others, preparation, is_first=is_first)
         raise
     trace = outcome.trace

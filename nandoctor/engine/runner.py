@@ -196,7 +196,11 @@ def _record(step: FailingStep, watch: Watch, *, grad: bool) -> tuple[Outcome, Ex
 
 def _record_once(step: FailingStep, watch: Watch, grad: bool, large: bool) -> tuple[Outcome, Exception | None]:
     mode, call = step.mode, select_samples(flatten(step.changes), step.call)
-    call = replace(call, batch={name: copied_input(tensor, mode.policy.wider) for name, tensor in call.batch.items()})
+    batch = {name: copied_input(tensor, mode.policy.wider) for name, tensor in call.batch.items()}
+    with_grad = {name: tensor for name, tensor in batch.items() if name in call.with_grad}
+    leaves = {name: it.requires_grad_() for name, it in with_grad.items() if it.is_floating_point() or it.is_complex()}
+    with torch.enable_grad():  # the model may write to an input in place, which it may not to a leaf
+        call = replace(call, batch=batch | {name: leaf.clone() for name, leaf in leaves.items()})
     with in_mode(step.model, mode.training, step.recorded.training):
         with (
             restored(step.model, *held_by(step.loss).values()) as (state, is_unwritten),
@@ -204,7 +208,7 @@ def _record_once(step: FailingStep, watch: Watch, grad: bool, large: bool) -> tu
             seeded(step.randomness, mode.device) as draws,
         ):
             widen_tensors(state, mode.policy.wider, in_files=large)
-            recording = _RecordedRun(replace(step, call=call), watch, grad=grad, large=large)
+            recording = _RecordedRun(replace(step, call=call), watch, leaves, grad=grad, large=large)
             recording.make(is_unwritten)
             drawn = draws()
         calls = with_nonfinite_state(recording.modules.calls(), recording.modules, step.model)
@@ -230,9 +234,11 @@ def _record_once(step: FailingStep, watch: Watch, grad: bool, large: bool) -> tu
 class _RecordedRun:
     """One run with its tracers (of ops and the backward pass, if watched) and its results."""
 
-    def __init__(self, step: FailingStep, watch: Watch, *, grad: bool, large: bool) -> None:
+    def __init__(
+        self, step: FailingStep, watch: Watch, leaves: Mapping[str, torch.Tensor], *, grad: bool, large: bool
+    ) -> None:
         known = [*known_tensors(step.model, step.call.batch)] if watch.ops else []
-        self._step, self._watch, self._grad, self._large = step, watch, grad, large
+        self._step, self._watch, self._leaves, self._grad, self._large = step, watch, leaves, grad, large
         self._edits = flatten(step.changes)
         self._backward = GradientTracer(known) if watch.ops and watch.backward else None
         self._ops = OpTracer(known=known, gradients=self._backward, on_op=watch.on_op) if watch.ops else None
@@ -288,7 +294,7 @@ class _RecordedRun:
             backward=self._backward.calls() if self._backward and self._has_backward else (),
             function_ops=self._backward.ops.calls() if self._backward and self._has_backward else (),
             bad_gradients=self._bad_gradients,
-            trained_outside=tuple(self._outside),
+            trained_outside=tuple(name for name in self._outside if name not in self._leaves),
             num_samples=step.call.sample_count,
         )
 
@@ -305,7 +311,7 @@ class _RecordedRun:
                 self._has_backward = True
                 with user_code.kept_running(), torch.autocast(mode.device.type, enabled=False):
                     scale, keep, ends_early = mode.loss_factor, watch.keep, watch.ends_early
-                    self._outside = find_outside(self.loss, model, held_by(self._step.loss))
+                    self._outside = find_outside(self.loss, model, {**held_by(self._step.loss), **self._leaves})
                     self._bad_gradients, self.gradients = run_backward(
                         {**dict(model.named_parameters()), **self._outside},
                         self.loss,

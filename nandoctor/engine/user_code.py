@@ -222,6 +222,8 @@ def project_of(dump: Dump) -> Project:
 
 NOT_UNDER_AUTOCAST = "unsafe to autocast"
 """What torch says when autocast refuses a loss, which is then computed outside of autocast."""
+NO_GRADIENT = "does not require grad"
+"""What torch says when a gradient is asked for with respect to, or of, something that has none."""
 WRONG_CALL = (TypeError, AttributeError, LookupError, NameError)
 
 

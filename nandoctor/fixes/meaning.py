@@ -24,7 +24,6 @@ from nandoctor.changes.constant import SetArgument
 from nandoctor.changes.guard import GuardArgument
 from nandoctor.changes.running_op import RunningOp, is_tensor
 from nandoctor.dumps.stored_tensor import is_dense
-from nandoctor.engine.call import Call
 from nandoctor.engine.module_state import is_large, tensors_in
 from nandoctor.engine.reproduction import is_flags
 from nandoctor.engine.runner import FailingStep
@@ -197,7 +196,7 @@ class Meaning:
         step = self.trials.step
         scaled = {name: value * _factor_of(name) for name, value in step.call.batch.items() if _are_numbers(value)}
         forward = partial(_forward_elsewhere, step)
-        call = Call(batch={**step.call.batch, **scaled}, used=step.call.used, forward=forward)
+        call = replace(step.call, batch={**step.call.batch, **scaled}, forward=forward)
         return replace(self, trials=self.trials.on(replace(step, call=call)))
 
     def find_fill(self, guard: GuardArgument) -> float:
@@ -355,7 +354,7 @@ class Meaning:
         step, call = self.trials.step, self.trials.step.call
         shifts = {name: size * shift for name, shift in direction.items()}
         moved = {name: call.batch[name].double() + shifts[name] for name in shifts.keys() & call.batch}
-        beside = Call(batch={**call.batch, **moved}, used=call.used, forward=partial(_forward_beside, step, shifts))
+        beside = replace(call, batch={**call.batch, **moved}, forward=partial(_forward_beside, step, shifts))
         return self.trials.on(replace(step, call=beside)).exact()
 
     def _beside_sources(self) -> Iterator[Callable[[float], Result]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -12,7 +12,6 @@ from unittest.mock import MagicMock, patch
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from nandoctor.dumps.classify import role_of
 from nandoctor.dumps.dump import Dump
@@ -34,14 +33,10 @@ from nandoctor.step.binding import (
     spell,
     the_only_array,
 )
-from nandoctor.torch_compat import unobserved
 from nandoctor.tracing.tensor_stats import walk_tensors
 from nandoctor.trees import walk
 
 Tensors = Mapping[str, torch.Tensor]
-
-_with_grad: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
-"""For each saved input that required a gradient, the tensor that the last call got for it."""
 
 _MakeBatch = Callable[[Mapping[str, torch.Tensor]], Any]
 """Builds the loop's batch from arrays by name."""
@@ -79,23 +74,7 @@ def bind_calls(recorded: Recorded, device: torch.device, missing: Sequence[str] 
 def _call(model: nn.Module, method: str, call: Call, tensors: Tensors, device: torch.device) -> Any:
     if call.rng is not None and this_run.from_saved_states:
         restore_generators(call.rng.torch_states, call.rng, device)
-    for name in call.with_grad:
-        _with_grad[tensors[name]] = _require_grad(tensors[name])
-    tensors = as_passed(tensors)
     return _entry_point(model, method)(*fill(call.args, tensors, device), **fill(call.kwargs, tensors, device))
-
-
-def as_passed(tensors: Tensors) -> Tensors:
-    """Return the tensors as passed to the model, so that a loss can ask for gradients of those in its batch."""
-    return {name: _with_grad.get(tensor, tensor) for name, tensor in tensors.items()} if _with_grad else tensors
-
-
-def _require_grad(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy that requires grad, as if from an upstream model; reentrant checkpointing needs such an input."""
-    if not tensor.is_floating_point() and not tensor.is_complex():
-        return tensor
-    with unobserved():
-        return tensor.detach().requires_grad_().clone()  # not a leaf: a model may write to its input in place
 
 
 def own_loss(place: str) -> Callable[[Any, Any], torch.Tensor]:

@@ -22,7 +22,7 @@ from nandoctor.engine.reproduction import AUTOCAST_NAMES, SavedOutputs, are_roun
 from nandoctor.errors import DumpError
 from nandoctor.evidence.formats import BF16, FORMATS, FP16, FloatFormat
 from nandoctor.step.binding import Offer, required_names
-from nandoctor.step.calls import as_passed, names_taken
+from nandoctor.step.calls import names_taken
 from nandoctor.step.settings import Settings
 from nandoctor.text import brief_list
 from nandoctor.tracing.tensor_stats import all_finite, format_of
@@ -45,7 +45,7 @@ class SavedBatch:
 
     def make(self, tensors: Mapping[str, torch.Tensor]) -> Any:
         """Return the batch that the user's loss or call receives."""
-        return fill(self.tree, as_passed(tensors), self.offer.device)
+        return fill(self.tree, tensors, self.offer.device)
 
 
 def read_batch(dump: Dump, model: nn.Module, outputs: Collection[str], device: torch.device) -> SavedBatch:

@@ -344,10 +344,17 @@ def _make_step(
     scale = dump.loss_scale if settings.loss_scale is None else settings.loss_scale
     first = code.nonfinite
     now = nonfinite_in(model) if first else {}  # it reads every weight
+    call = Call(
+        batch=arrays,
+        used=used,
+        with_grad=used & dump.with_grad,
+        forward=partial(binding.forward, model),
+        description=binding.description,
+    )
     return FailingStep(
         model=model,
         built={name: int(now[name].max()) == 1 for name in now if name in first and now[name].equal(first[name])},
-        call=Call(batch=arrays, used=used, forward=partial(binding.forward, model), description=binding.description),
+        call=call,
         loss=bind_loss(code.loss, dump, batch.make, used),
         mode=Mode(
             policy=policy,
