@@ -62,8 +62,8 @@ from nandoctor.evidence.formats import FP16
 from nandoctor.evidence.report import NOTHING_FOUND, Origin, Report, Reproduction
 from nandoctor.evidence.trace import Trace
 from nandoctor.fixes.hidden_values import look_for_hidden
+from nandoctor.fixes.made_up_loss import fails_with_any_loss, with_doubtful_loss
 from nandoctor.fixes.search import search_fixes
-from nandoctor.fixes.variations import fails_with_any_loss, with_doubtful_loss
 from nandoctor.fixes.verify import TrialBudget
 from nandoctor.machine import is_out_of_memory
 from nandoctor.step.calls import own_loss

@@ -28,7 +28,7 @@ from nandoctor.fixes.candidates import (
     together,
 )
 from nandoctor.fixes.gradient_check import at_scale
-from nandoctor.fixes.variations import surrogate_loss
+from nandoctor.fixes.made_up_loss import surrogate_loss
 from nandoctor.fixes.verify import Trials
 from nandoctor.fixes.writing import ChangeWriter
 from nandoctor.text import file_line, kinds_text, samples_text

@@ -7,7 +7,7 @@ batch alone, so it is not tried on variations.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from nandoctor.changes.guard import GuardArgument
-from nandoctor.engine.runner import FailingStep
 from nandoctor.engine.samples import trace_without
 from nandoctor.evidence.edits import Change, Edit, flatten, is_text_alone, only_widens
 from nandoctor.evidence.formats import BF16
@@ -37,7 +36,7 @@ from nandoctor.fixes.gradient_check import GradientCheck, Said, in_bf16, run_low
 from nandoctor.fixes.gradients import LEAST, LEAST_IN_FP32, gradient_error, gradient_errors, reversed_gradient
 from nandoctor.fixes.hidden_values import describe_hidden
 from nandoctor.fixes.meaning import VISIBLE, Meaning
-from nandoctor.fixes.variations import NEARLY_THE_SAME, OTHER_SEED, SCALED, VARIATIONS, extreme_samples
+from nandoctor.fixes.variations import OTHER_SEED, VARIATIONS, OtherBatches, with_step_before
 from nandoctor.fixes.verify import GRADIENT_TOLERANCE, Judgement, Trials
 from nandoctor.fixes.writing import WrittenChange
 from nandoctor.ops import CLAMPS
@@ -478,7 +477,15 @@ def _excuse(trials: Trials, made: Result, reference: Result) -> Said:
             return _AS_FP32
         if not reference.finite:
             return Said("not-checked", "fp32 fails there as well")
+    if not made.ran:
+        return Said("failed", "it ends in an error")
     return Said("failed", "output is not finite" if not made.values_finite else "gradients are not finite")
+
+
+def _judge_next_step(proof: Proof) -> Said | None:
+    """Judge the change in the step after this one, if that begins with what this one has left."""
+    after = with_step_before(proof.trials.step, proof.made.left)
+    return None if after is None else _run_on(proof, proof.trials.on(after).without_gradients)
 
 
 def _judge_hidden(proof: Proof) -> Said | None:
@@ -503,87 +510,7 @@ CRITERIA: tuple[tuple[str, Callable[[Proof], Said | None]], ...] = (
     ("exponents past the bound", _judge_past_bound),
     ("samples to blame alone", _judge_alone),
     *((name, partial(_judge_variation, name)) for name in (*VARIATIONS, OTHER_SEED)),
+    ("next step", _judge_next_step),
     ("hidden values", _judge_hidden),
 )
 """The criteria of a fix by name; each returns None where it does not apply. None is judged after one that failed."""
-
-
-@dataclass(eq=False, kw_only=True)
-class OtherBatches:
-    """The trials of a step on batches like its own, each built once.
-
-    `guilty` are the samples to blame, `healthy` the others; both are () if they are not known. `random`: random numbers
-    are drawn.
-    """
-
-    trials: Trials
-    guilty: tuple[int, ...]
-    healthy: tuple[int, ...]
-    random: bool
-
-    def of_samples(self, samples: tuple[int, ...]) -> Trials:
-        """Return the trials of the step with these samples alone."""
-        step = self.trials.step
-        return self.trials.on(replace(step, call=step.call.on_samples(samples)))
-
-    @cached_property
-    def guilty_alone(self) -> Trials | None:
-        """The trials of the samples to blame; None if no other sample is known."""
-        return self.of_samples(self.guilty) if self.healthy else None
-
-    @cached_property
-    def others_alone(self) -> Trials | None:
-        """The trials of as many healthy samples as there are samples to blame; None if there are fewer."""
-        number_of = len(self.guilty)
-        return self.of_samples(self.healthy[:number_of]) if number_of <= len(self.healthy) else None
-
-    @cached_property
-    def few(self) -> tuple[int, ...] | None:
-        """Two of the samples to blame and one other, if these are at most half of the batch; else None.
-
-        They are those with the largest values, and of those to blame also the one with the smallest.
-        """
-        call = self.trials.step.call
-        guilty = extreme_samples(self.guilty, call)
-        few = sorted((*guilty, *extreme_samples(self.healthy, call)[:1]))
-        return tuple(few) if guilty and 2 * len(few) <= (call.batch_size or 0) else None
-
-    @cached_property
-    def variations(self) -> Mapping[str, Trials | None]:
-        """The trials of the step's variations, by name; None for a variation that does not apply."""
-        return {name: self._varied((name,), self.trials.step) for name in (*VARIATIONS, OTHER_SEED)}
-
-    @cached_property
-    def joined(self) -> Mapping[tuple[str, ...], Trials | None]:
-        """Combined variations, on a few samples: all that hardly change the values, alone and with each scaling."""
-        alike = tuple(name for name in NEARLY_THE_SAME if self.variations[name] is not None)
-        scaled = ((name, *alike) for name in SCALED if self.variations[name] is not None)
-        # Scale first: flags of 0 and 1 are not scaled, and noise would disguise them.
-        step = self.trials.step
-        few = step if self.few is None else replace(step, call=step.call.on_samples(self.few))
-        return {names: self._varied(names, few) for names in (alike, *scaled)}
-
-    def first_tries(self, name: str, *, widens: bool) -> Iterator[list[tuple[str, ...]]]:
-        """Yield tries, each of combined variations, to run before one by itself; it is settled if all of a try pass.
-
-        A change that only `widens` formats can fail only because of the size of values: if small changes do no harm at
-        half and at double the size, they do none at the original size. This is not true of a guard around 1, say.
-        """
-        scaled = [names for names in self.joined if name in names and names[0] in SCALED]
-        if len(scaled) == (1 if name in SCALED else len(SCALED)) and (widens or name in SCALED):
-            yield scaled
-        yield from ([names] for names in self.joined if name in names and names not in scaled)
-
-    def _varied(self, names: Iterable[str], step: FailingStep) -> Trials | None:
-        """Return the trials of a step varied in all of these ways; None if one of them does not apply."""
-        for name in names:
-            if name == OTHER_SEED:
-                seed = (step.randomness.seed or 0) + 1
-                varied = step.varied(training=step.mode.training, seed=seed) if self.random else None
-            else:
-                call = VARIATIONS[name](step.call)
-                varied = replace(step, call=call) if call is not None else None
-            if varied is None:
-                return None
-            step = varied
-        return self.trials.on(step)

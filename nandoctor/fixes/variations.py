@@ -1,11 +1,10 @@
-"""Batches close to the failing one, and a loss if none is known: what a fix has to pass besides the step itself."""
+"""Batches close to the failing one, and the step after it: what a fix has to pass besides the step itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,28 +12,14 @@ import torch
 from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.dumps.tensors import comparable_values
 from nandoctor.engine.call import Batch, Call
-from nandoctor.engine.module_state import is_large
+from nandoctor.engine.module_state import copied_state
 from nandoctor.engine.reproduction import is_flags
-from nandoctor.engine.runner import FailingStep, Watch
-from nandoctor.errors import LossError, ModelError
-from nandoctor.tracing.tensor_stats import walk_tensors
+from nandoctor.engine.runner import FailingStep
+from nandoctor.fixes.verify import Trials
+from nandoctor.torch_compat import is_running_norm
 
 _NOISE = 1e-3
 """A share of each value: less than the next batch differs by, more than fp16's rounding."""
-
-
-def surrogate_loss(output: Any, _: Batch) -> torch.Tensor:
-    """Return a scalar through which every floating-point value of the output gets a gradient of its own.
-
-    It stands in for a training loss that is not known: the mean of each tensor, weighted by a fixed pattern so that a
-    softmax or a norm, whose plain mean is constant, has a gradient too.
-    """
-    total = torch.zeros(())
-    for _path, leaf in walk_tensors(output):
-        if leaf.is_floating_point() and leaf.numel() and not leaf.is_nested and leaf.layout == torch.strided:
-            pattern = torch.linspace(-1, 1, leaf.numel(), device=leaf.device).cos().view(leaf.shape)
-            total = total.to(leaf.device) + (leaf.float() * pattern).mean()
-    return total
 
 
 def _in_another_order(call: Call) -> Call | None:
@@ -81,6 +66,27 @@ NEARLY_THE_SAME = ("samples in another order", "small noise on the inputs", OTHE
 SCALED = ("inputs halved", "inputs doubled")
 
 
+def with_step_before(step: FailingStep, left: Mapping[str, torch.Tensor]) -> FailingStep | None:
+    """Return the step run once more with the state that its run has `left`; None if nothing that it reads has changed.
+
+    The statistics that norms write are not read in train mode.
+    """
+    norms = [module for module in step.model.modules() if is_running_norm(module)]
+    statistics = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
+    unread = {"random numbers", *(name for name, buffer in step.model.named_buffers() if id(buffer) in statistics)}
+    before = copied_state(step.model, lambda tensor: id(tensor) in statistics)
+    after = {name: value for name, value in left.items() if name not in unread}
+    same = [name for name in after.keys() & before if after[name].dtype is before[name].dtype]
+    if all(after[name].equal(before[name]) for name in same) and len(same) == len(after):
+        return None
+
+    def forward(batch: Batch) -> Any:
+        step.call.forward({name: value.clone() for name, value in batch.items()})
+        return step.call.forward(batch)
+
+    return replace(step, call=replace(step.call, forward=forward))
+
+
 def extreme_samples(samples: Sequence[int], call: Call) -> tuple[int, ...]:
     """Return which of `samples` has the largest magnitude in its inputs, then which has the smallest."""
     size = call.batch_size or 0
@@ -94,41 +100,82 @@ def extreme_samples(samples: Sequence[int], call: Call) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*ordered[:1], *ordered[-1:])))
 
 
-_MOST_OUTPUTS = 4
-_SCALE = 2.0**-10
-"""So small that a gradient is finite if only its size made it non-finite."""
+@dataclass(eq=False, kw_only=True)
+class OtherBatches:
+    """The trials of a step on batches like its own, each built once.
 
-
-def with_doubtful_loss(step: FailingStep) -> FailingStep | None:
-    """Return the step with a made-up loss if its gradients are non-finite; None too for a large model, to save memory.
-
-    The step is one in training whose forward is finite, and whose loss is not known.
+    `guilty` are the samples to blame, `healthy` the others; both are () if they are not known. `random`: random numbers
+    are drawn.
     """
-    is_trained = step.mode.training and any(parameter.requires_grad for parameter in step.model.parameters())
-    if not is_trained or is_large(step.model):
-        return None
-    stand_in = replace(step, loss=surrogate_loss, mode=replace(step.mode, loss_scale=_SCALE))
-    return stand_in if _fails(stand_in) else None
 
+    trials: Trials
+    guilty: tuple[int, ...]
+    healthy: tuple[int, ...]
+    random: bool
 
-def fails_with_any_loss(step: FailingStep) -> bool:
-    """Return True if a gradient of 0 for any one tensor of the output makes others NaN: then that of any loss does.
+    def of_samples(self, samples: tuple[int, ...]) -> Trials:
+        """Return the trials of the step with these samples alone."""
+        step = self.trials.step
+        return self.trials.on(replace(step, call=step.call.on_samples(samples)))
 
-    Torch multiplies a gradient by derivatives alone, and 0 times a number is 0: one of them is infinite.
-    """
-    made = step.run(watch=Watch(stage="backward", statistics="none", backward=True)).output
-    places = [place for place, (_, leaf) in enumerate(walk_tensors(made)) if leaf.requires_grad]
-    return 0 < len(places) <= _MOST_OUTPUTS and all(
-        _fails(replace(step, loss=partial(_zero_loss, place=place))) for place in places
-    )
+    @cached_property
+    def guilty_alone(self) -> Trials | None:
+        """The trials of the samples to blame; None if no other sample is known."""
+        return self.of_samples(self.guilty) if self.healthy else None
 
+    @cached_property
+    def others_alone(self) -> Trials | None:
+        """The trials of as many healthy samples as there are samples to blame; None if there are fewer."""
+        number_of = len(self.guilty)
+        return self.of_samples(self.healthy[:number_of]) if number_of <= len(self.healthy) else None
 
-def _zero_loss(output: Any, _: Batch, *, place: int) -> torch.Tensor:
-    """Return 0, with a gradient of 0 for one tensor of the output."""
-    return ([*walk_tensors(output)][place][1].float() * 0).sum()
+    @cached_property
+    def few(self) -> tuple[int, ...] | None:
+        """Two of the samples to blame and one other, if these are at most half of the batch; else None.
 
+        They are those with the largest values, and of those to blame also the one with the smallest.
+        """
+        call = self.trials.step.call
+        guilty = extreme_samples(self.guilty, call)
+        few = sorted((*guilty, *extreme_samples(self.healthy, call)[:1]))
+        return tuple(few) if guilty and 2 * len(few) <= (call.batch_size or 0) else None
 
-def _fails(step: FailingStep) -> bool:
-    with suppress(LossError, ModelError):  # the output depends on no weight, or this device has no backward for it
-        return bool(step.run(watch=Watch(stage="backward", statistics="none", backward=True)).trace.bad_gradients)
-    return False
+    @cached_property
+    def variations(self) -> Mapping[str, Trials | None]:
+        """The trials of the step's variations, by name; None for a variation that does not apply."""
+        return {name: self._varied((name,), self.trials.step) for name in (*VARIATIONS, OTHER_SEED)}
+
+    @cached_property
+    def joined(self) -> Mapping[tuple[str, ...], Trials | None]:
+        """Combined variations, on a few samples: all that hardly change the values, alone and with each scaling."""
+        alike = tuple(name for name in NEARLY_THE_SAME if self.variations[name] is not None)
+        scaled = ((name, *alike) for name in SCALED if self.variations[name] is not None)
+        # Scale first: flags of 0 and 1 are not scaled, and noise would disguise them.
+        step = self.trials.step
+        few = step if self.few is None else replace(step, call=step.call.on_samples(self.few))
+        return {names: self._varied(names, few) for names in (alike, *scaled)}
+
+    def first_tries(self, name: str, *, widens: bool) -> Iterator[list[tuple[str, ...]]]:
+        """Yield tries, each of combined variations, to run before one by itself; it is settled if all of a try pass.
+
+        A change that only `widens` formats can fail only because of the size of values: if small changes do no harm at
+        half and at double the size, they do none at the original size. This is not true of a guard around 1, say.
+        """
+        scaled = [names for names in self.joined if name in names and names[0] in SCALED]
+        if len(scaled) == (1 if name in SCALED else len(SCALED)) and (widens or name in SCALED):
+            yield scaled
+        yield from ([names] for names in self.joined if name in names and names not in scaled)
+
+    def _varied(self, names: Iterable[str], step: FailingStep) -> Trials | None:
+        """Return the trials of a step varied in all of these ways; None if one of them does not apply."""
+        for name in names:
+            if name == OTHER_SEED:
+                seed = (step.randomness.seed or 0) + 1
+                varied = step.varied(training=step.mode.training, seed=seed) if self.random else None
+            else:
+                call = VARIATIONS[name](step.call)
+                varied = replace(step, call=call) if call is not None else None
+            if varied is None:
+                return None
+            step = varied
+        return self.trials.on(step)

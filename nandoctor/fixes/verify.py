@@ -35,7 +35,7 @@ from nandoctor.fixes.agreement import (
     values_of,
 )
 from nandoctor.fixes.gradients import gradient_error
-from nandoctor.fixes.variations import surrogate_loss
+from nandoctor.fixes.made_up_loss import surrogate_loss
 from nandoctor.machine import is_out_of_memory
 from nandoctor.ops import UNFILLED
 from nandoctor.tracing.dispatch_hook import Invocation, Proceed

@@ -530,6 +530,18 @@ class Rebound(Stateful):
         return self.lift(x) + last
 
 
+@rows("precision . matmul matmul-overflow", {"x": 300 * normal(4, 8)}, loss=squared, fix="verified use-format")
+class Remembered(Stateful):
+    scores = None
+
+    def forward(self, x):
+        lifted = self.lift(x)
+        scores = lifted @ lifted.t()
+        before = lifted[:, :4] if self.scores is None else torch.lerp(lifted[:, :4], self.scores, 0.5)
+        self.scores = scores.detach()
+        return torch.softmax(scores + before, -1)
+
+
 def to_center(output, _batch):
     return (output.float() - CENTER).square().mean() + CENTER.square().sum().sqrt()
 
