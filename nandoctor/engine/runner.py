@@ -213,9 +213,8 @@ def _record_once(step: FailingStep, watch: Watch, grad: bool, large: bool) -> tu
             drawn = draws()
         calls = with_nonfinite_state(recording.modules.calls(), recording.modules, step.model)
     error, kept = recording.raised, recording.kept
-    if kept:  # but for what the step began with
-        with restored(step.model), printed_changes(step.changes, step.model, step.loss):
-            before = list_nonfinite_state(step.model)
+    if kept:
+        before = nonfinite_before(step)
         kept = {name: is_spoilt for name, is_spoilt in kept.items() if name not in before}
     return Outcome(
         trace=recording.trace(calls, kept),
@@ -229,6 +228,12 @@ def _record_once(step: FailingStep, watch: Watch, grad: bool, large: bool) -> tu
         out_of_memory=is_out_of_memory(error),
         refused=error is not None and user_code.is_refusal((isinstance(error, LossError) and error.__cause__) or error),
     ), error
+
+
+def nonfinite_before(step: FailingStep) -> dict[str, bool]:
+    """Return which tensors that a step begins with are not finite, as `list_nonfinite_state` does."""
+    with restored(step.model), printed_changes(step.changes, step.model, step.loss):
+        return list_nonfinite_state(step.model)
 
 
 class _RecordedRun:

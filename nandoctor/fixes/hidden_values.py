@@ -20,7 +20,7 @@ from nandoctor.diagnosis.run_summary import outputs_differ
 from nandoctor.diagnosis.verdict import judge, name_op
 from nandoctor.engine.call import Batch
 from nandoctor.engine.module_state import tensors_in
-from nandoctor.engine.runner import CLOSELY, FailingStep, Outcome, Watch
+from nandoctor.engine.runner import CLOSELY, FailingStep, Outcome, Watch, nonfinite_before
 from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.report import Reproduction
 from nandoctor.evidence.trace import OpCall, SourceLine, TensorStats, Trace
@@ -79,6 +79,8 @@ def _look(step: FailingStep, findings: Findings) -> Findings:
     reference = Exposing(step=step).exposed.run(REFERENCE, CLOSELY).trace
     hidden = {stats.path: stats for stats in whole.output if not stats.finite}
     left = [path.removeprefix("kept.") for path in hidden if path.startswith("kept.")]
+    before = nonfinite_before(step) if left else {}
+    left = [name for name in left if name not in before or _has_nan(hidden[f"kept.{name}"])]  # a best so far is inf
     left = [name for name in left if _is_unmeant(hidden[f"kept.{name}"], whole, reference)]
     spoilt = tuple(dict.fromkeys((*findings.trace.spoilt_buffers, *(name for name in left if name in whole.buffers))))
     findings = replace(findings, trace=replace(findings.trace, spoilt_buffers=spoilt))
@@ -185,6 +187,10 @@ def _showing(trace: Trace, chosen: Set[str]) -> Trace:
     return replace(trace, output=tuple(shown))
 
 
+def _has_nan(held: TensorStats) -> bool:
+    return held.counts is not None and held.counts.num_nan > 0
+
+
 def _is_unmeant(held: TensorStats, trace: Trace, reference: Trace, taker: Taken | None = None) -> bool:
     """Return True if a traced op made the non-finite values of a tensor, and they are no mask or marker.
 
@@ -194,7 +200,7 @@ def _is_unmeant(held: TensorStats, trace: Trace, reference: Trace, taker: Taken 
     if held.producer is None:
         return False
     found = trace_back(trace.ops, reference, [held.producer], trace.format)
-    masks = () if held.counts is not None and held.counts.num_nan else ("-inf",)
+    masks = () if _has_nan(held) else ("-inf",)
     sources = [
         source
         for source in found.sources

@@ -201,6 +201,21 @@ def keeps_in_a_buffer_what_nothing_reads(model, h):
     return h
 
 
+class BestSoFar(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.register_buffer("nearest", torch.tensor(math.inf))
+
+    def forward(self, x):
+        far = torch.where(x > 9, 1.0, math.inf).to(x)
+        far.diagonal().zero_()
+        self.nearest = torch.minimum(self.nearest, far.mean())
+        return super().forward(x) + torch.exp(-far)
+
+
+rows("healthy", BATCH, loss=mean)(BestSoFar)
+
+
 @hiding("numerics . div division-by-zero", loss=mean, fix="none")
 def keeps_in_a_buffer_what_the_next_step_reads(model, h):
     return keeps_in_a_buffer_what_nothing_reads(model, h * model.seen)
