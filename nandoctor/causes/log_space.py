@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from nandoctor.causes.base import Candidate
+from nandoctor.changes.largest_exponent import subtractions
 from nandoctor.changes.log_space import StableLog
 from nandoctor.changes.places import ancestors, descendants, maker_of, site_of
 from nandoctor.changes.variance import StableVariance
@@ -14,7 +15,7 @@ from nandoctor.ops import CASTS, HAS_STABLE_LOGARITHM, MOVES, SUBTRACTIONS
 
 STABLE_FORM = "stable_form"
 """The name of the evidence that says what to write by hand, where no diff joins the code of two functions."""
-_STEPS = 8
+_STEPS, _FAR = 8, 40
 _KEEPS_SIGN = frozenset({"mul", "div", "reciprocal", "add", "sum", "mean", "cumsum", "prod", "sqrt", "square"})
 _SEEN_THROUGH = MOVES | CASTS | SUBTRACTIONS | _KEEPS_SIGN | {"neg", "masked_fill", "masked_select", "where", "pow"}
 _LOGARITHMS = frozenset({"log", "log1p"})
@@ -43,8 +44,9 @@ def stable_forms(op: OpCall, ops: Sequence[OpCall]) -> Iterator[Candidate]:
                 break
     if len(found) > 1:  # of the same exponential, as in log(s) + x / s
         yield (Together(edits=tuple(found)),)
-    if any(made.op in _QUOTIENTS for made in after):
-        yield from ((StableLog(site=site_of(made)),) for made in made_of if made.op == "exp")
+    for power in (made for made in made_of if made.op == "exp"):
+        if any(taker.op in _QUOTIENTS for taker in descendants(ops, power.order, _FAR)):
+            yield tuple(subtractions(power, ops))
 
 
 def stable_variances(op: OpCall, ops: Sequence[OpCall]) -> Iterator[Candidate]:

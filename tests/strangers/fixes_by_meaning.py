@@ -172,6 +172,15 @@ for loss in (mixture, partial_likelihood, free_energy):
     lifted(loss.__name__, "numerics <loss>", batch, "verified stable-log", lambda h, x: h, loss=loss)
 lifted("spread", DOMAIN.format("sqrt"), {"x": 1e-3 * X["x"], "autocast": False}, "verified stable-variance", spread)
 
+
+def splatted(h, x):
+    weight = torch.exp(x)
+    moved, total = torch.stack([h * weight, weight]).sum(-1)
+    return moved / torch.where(total == 0, 1.0, total)
+
+
+lifted("splatted", "numerics . exp exp-overflow", FAR, "verified subtract-largest", splatted)
+
 # --- branches of a where that are singular in several places; an edge at which 0 would be wrong, and one that is near
 
 
