@@ -426,7 +426,8 @@ def grade(saved: tuple[str, torch.Tensor] | None, output: Any, key: str | None =
     """Compare the saved array with its counterpart in `output`; `no-reference` if either is missing.
 
     The counterpart is the leaf at that very place (`logit.1` in a tuple saved as `logit`), else the field of that name
-    (`logit` also finds `logits`), else the only tensor of that shape, or of the same but for dimensions of size 1.
+    (`logit` also finds `logits`), else the only tensor of that shape, or of the same but for dimensions of size 1; of
+    several that which agrees.
     """
     if saved is None:
         return Reproduction(grade="no-reference")
@@ -437,12 +438,16 @@ def grade(saved: tuple[str, torch.Tensor] | None, output: Any, key: str | None =
     leaves = {path: leaf for path, leaf in found if not leaf.is_nested and leaf.layout == torch.strided}
     if not (reference.is_floating_point() or reference.is_complex()):  # flags made of a float output are not that
         leaves = {path: leaf for path, leaf in leaves.items() if not leaf.is_floating_point()}
-    path = _find_counterpart(key or name, reference, leaves)
-    if path is None:
-        # A loss need not be among the outputs.
-        num_bad = None if is_loss(name) else int((~torch.isfinite(comparable_values(reference))).sum())
-        return Reproduction(grade="no-reference", output=name, num_bad_saved=num_bad)
-    leaf = leaves[path].to("cpu").reshape(reference.shape)
+    compared = [_compare(name, reference, leaves[path]) for path in _find_counterparts(key or name, reference, leaves)]
+    if len(compared) == 1 or any(map(_agrees, compared)):
+        return next(filter(_agrees, compared), compared[0])
+    # A loss need not be among the outputs.
+    num_bad = None if is_loss(name) else int((~torch.isfinite(comparable_values(reference))).sum())
+    return Reproduction(grade="no-reference", output=name, num_bad_saved=num_bad)
+
+
+def _compare(name: str, reference: torch.Tensor, replayed: torch.Tensor) -> Reproduction:
+    leaf = replayed.to("cpu").reshape(reference.shape)
     replayed, reference = comparable_values(leaf.to(reference.dtype)), comparable_values(reference)
     # Values that only the cast to a narrower format makes infinite are finite in the replay.
     saved_nonfinite, replayed_nonfinite = ~torch.isfinite(reference), ~torch.isfinite(comparable_values(leaf))
@@ -459,18 +464,17 @@ def grade(saved: tuple[str, torch.Tensor] | None, output: Any, key: str | None =
     )
 
 
-def _find_counterpart(name: str, reference: torch.Tensor, leaves: Mapping[str, torch.Tensor]) -> str | None:
+def _find_counterparts(name: str, reference: torch.Tensor, leaves: Mapping[str, torch.Tensor]) -> list[str]:
     if name in leaves and leaves[name].shape == reference.shape:
-        return name
+        return [name]
     fitting = [path for path, leaf in leaves.items() if _squeezed(leaf) == _squeezed(reference)]
     # Places in an output as a dump names them: `hidden.2` for `hidden[2]`.
     dotted = {path: path.replace("[", ".").replace("]", "").lstrip(".") for path in fitting}
     placed = [path for path in fitting if f".{name}".endswith(f".{dotted[path]}")]
     if placed:
-        return max(placed, key=len)
+        return [max(placed, key=len)]
     named = [path for path in fitting if path.rpartition(".")[2].rstrip("s") == name.rpartition(".")[2].rstrip("s")]
-    choices = named or [path for path in fitting if leaves[path].shape == reference.shape] or fitting
-    return choices[0] if len(choices) == 1 else None
+    return named or [path for path in fitting if leaves[path].shape == reference.shape] or fitting
 
 
 def _squeezed(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -80,6 +80,7 @@ COUNTERPARTS = {
     "nested dict": {"heads": {"logit": SAVED, "aux": other(SAVED)}},
     "dataclass": Prediction(SAVED, [other(SAVED)]),
     "tuple by shape": (other(SAVED)[0], SAVED),
+    "tuple by agreement": (other(SAVED), SAVED),
     "named tuple by shape": Pair(other(SAVED)[:1], SAVED),
     "beside a nested one": [SAVED, torch.nested.nested_tensor([SAVED], layout=torch.jagged)],
     "beside one with another dimension": (other(SAVED)[:, None], SAVED),
@@ -87,13 +88,13 @@ COUNTERPARTS = {
 
 
 @pytest.mark.parametrize("output", COUNTERPARTS.values(), ids=COUNTERPARTS)
-def test_the_counterpart_is_found_by_name_then_by_shape(output):
+def test_the_counterpart_is_found_by_name_then_by_shape_then_by_agreement(output):
     assert grade_of(output).grade == "exact"
 
 
 @pytest.mark.parametrize(
     "output",
-    [None, 3, {"logit": SAVED[:1]}, (SAVED, SAVED), {}],
+    [None, 3, {"logit": SAVED[:1]}, (other(SAVED), other(SAVED)), {}],
     ids=["nothing", "a number", "another shape", "two of that shape", "empty"],
 )
 def test_without_one_counterpart_there_is_no_reference(output):
