@@ -109,14 +109,16 @@ def _publish(temporary: Path, folder: Path, stem: str) -> Path:
 def _on_cpu(contents: Mapping[str, Any]) -> dict[str, Any]:
     """Return the contents with every tensor on the CPU, in a storage of its own size; what was one tensor stays one.
 
-    A batch and the same batch on the device become one as well, if their values agree. A tensor that has no values to
-    copy (on the meta device, nested) becomes None, and `left_out` says so.
+    A batch and the same batch on the device become one as well, if their values agree; two tensors of one part of the
+    contents do not. A tensor that has no values to copy (on the meta device, nested) becomes None, and `left_out` says
+    so.
     """
     by_place: dict[tuple[Any, ...], torch.Tensor] = {}
     by_format: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+    parts: dict[int, set[str]] = {}
     left_out = list(contents.get("left_out", []))
 
-    def copy(tensor: torch.Tensor) -> torch.Tensor:
+    def copy(part: str, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_nested:
             raise TypeError("no torch reads a nested tensor without running code that the file names")
         if dtype_name(tensor.dtype) not in COMPUTED_DTYPES:
@@ -130,14 +132,16 @@ def _on_cpu(contents: Mapping[str, Any]) -> dict[str, Any]:
         if place not in by_place:
             made = _compact(tensor)
             same_format = by_format.setdefault((tuple(made.shape), made.dtype), [])
-            by_place[place] = next((other for other in same_format if torch.equal(other, made)), made)
+            of_others = (other for other in same_format if part not in parts[id(other)] and torch.equal(other, made))
+            by_place[place] = next(of_others, made)
             if by_place[place] is made:
                 same_format.append(made)
+        parts.setdefault(id(by_place[place]), set()).add(part)
         return by_place[place]
 
     def copy_or_drop(part: str, tensor: torch.Tensor) -> torch.Tensor | None:
         try:
-            copied = copy(tensor)
+            copied = copy(part, tensor)
             # torch.save would fail at this only after everything else is written.
             copied.__reduce_ex__(2)  # type: ignore[no-untyped-call]
         except (RuntimeError, TypeError, KeyError) as error:

@@ -90,16 +90,33 @@ class Call:
         return "possible" if is_alone else "unlikely"
 
     def on_samples(self, kept: Sequence[int]) -> Call:
-        """Return the call with these samples alone, of every array as long as those that the model takes."""
+        """Return the call with these samples alone, of arrays as long as those that the model takes and of lists."""
         size, index = self.batch_size, torch.tensor(kept, dtype=torch.long)
         batch = {
             name: tensor[index.to(tensor.device)] if is_dense(tensor) and tensor.shape[:1] == (size,) else tensor
-            for name, tensor in self.batch.items()
+            for name, tensor in _without_other_dicts(self.batch, kept, size).items()
         }
         return replace(self, batch=batch)
 
 
-_LISTED = re.compile(r"\.\d+\.")
+_LISTED = re.compile(r"\.(\d+)\.")
+
+
+def _without_other_dicts(batch: Batch, kept: Sequence[int], size: int | None) -> Batch:
+    """Return a batch whose lists of one dict for each sample have those `kept`, renamed by their new places."""
+    lists: dict[str, dict[int, dict[str, torch.Tensor]]] = {}
+    for name, tensor in batch.items():
+        if (place := _LISTED.search(name)) is not None:
+            of_list = lists.setdefault(name[: place.start()], {})
+            of_list.setdefault(int(place[1]), {})[name[place.end() :]] = tensor
+    whole = {name: dicts for name, dicts in lists.items() if dicts.keys() == set(range(size or 0))}
+    others = {name: tensor for name, tensor in batch.items() if _LISTED.split(name)[0] not in whole}
+    return others | {
+        f"{name}.{place}.{field}": tensor
+        for name, dicts in whole.items()
+        for place, sample in enumerate(kept)
+        for field, tensor in dicts[sample].items()
+    }
 
 
 def _of_all_samples(batch: Batch) -> list[torch.Tensor]:

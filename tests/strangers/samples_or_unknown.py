@@ -122,6 +122,18 @@ BESIDE = {"name": "beside a grid", "samples": (HOT,), "inputs": "x,grid"}
 rows("precision", GRID, lambda self, x, grid: self.end(self.entry(x))[:, None] + grid, **BESIDE)(net)
 
 
+def sizes(output, batch):
+    pairs = zip(output, batch["targets"], strict=True)
+    return sum((row[: len(it["sizes"])] / it["sizes"]).log1p().mean() for row, it in pairs)
+
+
+WIDTHS = [torch.ones(2), torch.ones(2), torch.tensor([1.0, 0.0, 2.0]), torch.ones(1)]
+for kind in (list, tuple):
+    LISTED = {"x": normal(4, 8), "targets": kind({"sizes": width} for width in WIDTHS)}
+    IN_LISTS = {"name": f"a {kind.__name__} of dicts", "samples": (2,), "loss": sizes, "inputs": "x"}
+    rows("numerics <loss> div", LISTED, lambda self, x: self.entry(x).abs(), **IN_LISTS)(net)
+
+
 @rows("numerics query div division-by-zero", {"ids": tokens(8, 5, empty=2), "others": tokens(8, 12)}, samples=(2,))
 class Towers(nn.Module):
     """The similarity of each text of one kind with each of another, one of which is padding alone."""
