@@ -303,8 +303,9 @@ def find_changes(query: Query, step: FailingStep) -> CodeState:
     changes = (*by_user, *(change for change in found.changes if change.file not in {one.file for one in by_user}))
     by_word = ("the code, as you say",) if changed is True else ()
     autocast, differing = dump.recorded.autocast, []
-    if autocast is not None and settings.amp_dtype not in (None, autocast.dtype):
-        differing.append(f"autocast in {settings.amp_dtype}, in the training in {autocast.dtype}")
+    trained = (autocast.dtype if autocast.enabled else "none") if autocast is not None else None
+    if trained is not None and settings.amp_dtype not in (None, trained):
+        differing.append(f"autocast in {settings.amp_dtype}, in the training in {trained}")
     return replace(found, changes=changes, settings=(*differing, *by_word))
 
 

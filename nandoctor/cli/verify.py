@@ -109,7 +109,7 @@ def _choose(report: Report, pick: int | None) -> FixChoice:
     workarounds = [] if pick is None else [item for item in report.fixes if item.workaround is not None]
     choices, pick = [*verified, *workarounds], pick or 1
     if not choices:
-        found = f"{no_fix_heading(report)}. {report.headline}."
+        found = ". ".join(filter(None, [no_fix_heading(report), f"{report.headline.removesuffix('.')}."]))
         page = command_for("replay", report, "-o report.html")
         raise NanDoctorError(
             "\n".join([found, *report.search_notes]),

@@ -22,7 +22,7 @@ from nandoctor.fixes.agreement import LARGEST_SQUARED, NOISE, Result
 from nandoctor.fixes.gradients import gradient_error
 from nandoctor.fixes.made_up_loss import surrogate_loss
 from nandoctor.fixes.meaning import Meaning
-from nandoctor.fixes.verify import GRADIENT_TOLERANCE, Trials
+from nandoctor.fixes.verify import CHANGED_IN_FP32, GRADIENT_TOLERANCE, Trials
 from nandoctor.text import number, percent
 
 
@@ -125,8 +125,8 @@ class GradientCheck:
             if scale < min(_LEAST_SCALE, highest) and not excused:
                 return Said("failed", told + aside)
         references = self._references(change, made)
-        error, allowed = _nearest(references, made, grain=FP16.smallest_subnormal / scale)
-        told += _describe_error(error, allowed)
+        error, allowed, name = _nearest(references, made, grain=FP16.smallest_subnormal / scale)
+        told += _describe_error(error, allowed, name)
         is_taught = error or made.gradient_norm
         told += "" if is_taught else " (all are 0, so the model learns nothing from this batch)"
         if error is None or error <= allowed:
@@ -173,26 +173,26 @@ class GradientCheck:
         made = self._trials.run(KeepSamples(samples=self._healthy), SetLossScale(value=scale))
         return made.values_finite and not made.gradients_finite
 
-    def _references(self, change: Change, made: Result) -> Iterator[tuple[Result, float]]:
-        """Yield the references that the gradients are compared with in turn, each with the error that is accepted.
+    def _references(self, change: Change, made: Result) -> Iterator[tuple[Result, float, str]]:
+        """Yield the references that the gradients are compared with in turn: the accepted error and the name of each.
 
         First fp32 and float64 of the unchanged step, then fp32 with its own error in fp16's coarser units. Next comes
         fp32 with the same `change`, if that makes the gradients no larger; last, fp32 with fp16's error in the healthy
         samples.
         """
-        sound = self._trials.sound_reference((change,))
+        sound, name = self._trials.sound_reference((change,)), self._trials.reference_name
         if sound.finite:
-            yield sound, GRADIENT_TOLERANCE
+            yield sound, GRADIENT_TOLERANCE, name
             exact = self._trials.exact()
             if exact.finite:
-                yield exact, GRADIENT_TOLERANCE
-                yield sound, min(NOISE * gradient_error(sound, exact), _MOST_NOISE)
+                yield exact, GRADIENT_TOLERANCE, "float64"
+                yield sound, min(NOISE * gradient_error(sound, exact), _MOST_NOISE), name
         changed = self._trials.reference(change)
         no_larger = not sound.finite or made.gradient_norm <= _MAX_GROWTH * sound.gradient_norm
         if changed.finite and no_larger:
-            yield changed, GRADIENT_TOLERANCE
+            yield changed, GRADIENT_TOLERANCE, CHANGED_IN_FP32
         if sound.finite and self._healthy:
-            yield sound, min(2 * self.own_error, 1.0)
+            yield sound, min(2 * self.own_error, 1.0), name
 
     def _is_made_up(self, size: Callable[[Result], float], made: Result) -> bool:
         """Return True if a loss, or a norm of gradients, is implausibly large, and the unchanged step has none."""
@@ -216,29 +216,32 @@ def _size_of_loss(made: Result) -> float:
     return float(made.values["loss"].abs().max()) if "loss" in made.values else 0.0
 
 
-def _nearest(references: Iterable[tuple[Result, float]], made: Result, *, grain: float) -> tuple[float | None, float]:
-    """Return the gradients' error against the first reference that accepts it, else the smallest; and the limit."""
-    errors = []
-    for reference, allowed in references:
+def _nearest(
+    references: Iterable[tuple[Result, float, str]], made: Result, *, grain: float
+) -> tuple[float | None, float, str]:
+    """Return the gradients' error against the first reference that accepts it, else the smallest; limit and name."""
+    errors = list[tuple[float, str]]()
+    for reference, allowed, name in references:
         # The grain costs one more pass over all gradients, and can only lower the error.
         if (error := gradient_error(made, reference)) > allowed:
             error = gradient_error(made, reference, grain=grain)
-        errors.append(error)
+        errors.append((error, name))
         if error <= allowed:
-            return error, allowed
-    return min(errors, default=None), GRADIENT_TOLERANCE
+            return error, allowed, name
+    least, nearest = min(errors, default=(None, ""))
+    return least, GRADIENT_TOLERANCE, nearest
 
 
-def _describe_error(error: float | None, allowed: float) -> str:
+def _describe_error(error: float | None, allowed: float, name: str) -> str:
     """Describe the error against the nearest sound gradients; None means that there are none."""
     if error is None:
         return ", with nothing to compare them with"
     if error > allowed:
-        return f", {percent(error)} off fp32, more than {percent(allowed)}"
+        return f", {percent(error)} off {name}, more than {percent(allowed)}"
     honest = ", within what rounding costs here" if error > GRADIENT_TOLERANCE else ""
     if error > _MOST_NOISE:
         honest = ": fp16 loses as much of those of the samples that were fine"
-    return f", {percent(error)} off fp32{honest}"
+    return f", {percent(error)} off {name}{honest}"
 
 
 def at_scale(change: Change, scale: float) -> tuple[Change, ...]:

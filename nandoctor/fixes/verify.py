@@ -44,6 +44,7 @@ from nandoctor.tracing.tensor_stats import all_finite, has_nonfinite
 GRADIENT_TOLERANCE = 0.1
 """The largest relative error in norm of all gradients together, which pass through twice as many roundings."""
 
+CHANGED_IN_FP32 = "fp32 with the change"
 MOST_FP64_PARAMETERS = 250_000_000
 """2 GB of weights in float64, besides those in memory already."""
 
@@ -241,6 +242,13 @@ class Trials:
         """
         changed = self._changed_in_reference(edits)
         return self.exact() if self.numerics and not changed else self.reference(*changed)
+
+    @property
+    def reference_name(self) -> str:
+        """What the reference is, in words."""
+        if not self.numerics:
+            return "fp32"
+        return "float64" if self.exact().finite else CHANGED_IN_FP32
 
     def _changed_in_reference(self, edits: tuple[Change, ...]) -> tuple[Change, ...]:
         return edits if self.numerics and not self.exact().finite else ()

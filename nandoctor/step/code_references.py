@@ -33,8 +33,12 @@ from nandoctor.step.settings import Settings
 from nandoctor.text import brief, plural, relative_path
 
 
-def find_model(reference: Reference | None, dump: Path, provenance: Provenance) -> Callable[[], nn.Module]:
+def find_model(
+    reference: Reference | None, dump: Path, provenance: Provenance, loss: Reference | None = None
+) -> Callable[[], nn.Module]:
     """Return the builder of the model that the user's own dump names, from the working directory or a package.
+
+    An error shows the command that names it, and the dump's `loss` beside it.
 
     Raises:
         ModelError: the dump names no model, the code is not found, or only the user may approve running it.
@@ -46,10 +50,10 @@ def find_model(reference: Reference | None, dump: Path, provenance: Provenance) 
             options=("--model", "path/to/file.py:attr"),
         )
     if not is_plain_data(reference.arguments):
-        raise _needs_approval(reference, dump, "its arguments are not plain data")
-    found = _import_source(reference, dump, provenance)
+        raise _needs_approval(reference, dump, "its arguments are not plain data", loss)
+    found = _import_source(reference, dump, provenance, loss)
     if isinstance(found, type) and not issubclass(found, nn.Module):
-        raise _needs_approval(reference, dump, "it is not a Module class")
+        raise _needs_approval(reference, dump, "it is not a Module class", loss)
 
     def find(source: Source) -> Any:
         module, name, file, sha256 = (str(source.get(field, "")) for field in ("module", "name", "file", "sha256"))
@@ -163,10 +167,10 @@ def describe_code_change(reference: Reference | None) -> list[str]:
     return [] if is_same else [f"{brief(reference.file or reference.module)} has changed since the training."]
 
 
-def _import_source(reference: Reference, dump: Path, provenance: Provenance) -> Any:
+def _import_source(reference: Reference, dump: Path, provenance: Provenance, loss: Reference | None = None) -> Any:
     """Import the referenced class or, from the project's own files, the top-level function that built the model."""
     if why := _why_not_imported(reference, provenance):
-        raise _needs_approval(reference, dump, why, own=provenance.own)
+        raise _needs_approval(reference, dump, why, loss, own=provenance.own)
     return _import(reference)
 
 
@@ -195,10 +199,13 @@ def _import(reference: Reference) -> Any:
     return find_attribute(reference.spec, directory=None)
 
 
-def _needs_approval(reference: Reference, dump: Path, why: str, *, own: bool = True) -> ModelError:
+def _needs_approval(
+    reference: Reference, dump: Path, why: str, loss: Reference | None, *, own: bool = True
+) -> ModelError:
+    named = Recorded(model=reference, loss_function=loss)
     return ModelError(
         f"The dump names {brief(reference.spec)} as its model, and nandoctor does not import that by itself: {why}.",
-        remedy="If you know that code, name it: " + approving_command(dump, Recorded(model=reference), own=own),
+        remedy="If you know that code, name it: " + approving_command(dump, named, own=own),
     )
 
 

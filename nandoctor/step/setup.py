@@ -233,7 +233,7 @@ def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[
         filled = None if settings.model_args else fill_config(source, reference, settings.directory)
         make, named, directory = filled or source, str(source), settings.directory
     elif dump.is_recorded:
-        make = find_model(reference, dump.path, dump.provenance)
+        make = find_model(reference, dump.path, dump.provenance, dump.recorded.loss_function)
         named, directory, changed = make.__qualname__, Path(), describe_code_change(reference)
     else:
         raise _explain_unnamed(dump, settings.directory)

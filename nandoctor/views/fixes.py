@@ -47,7 +47,7 @@ def _first_fix(report: Report, verified: Sequence[Fix]) -> Section:
     facts = [*how_to_apply(first, report), *_check_facts(first), *reason_facts(first), *_better_facts(report)]
     if others:
         more = f"; {len(others) - 1} more in the report" if len(others) > 1 else ""
-        facts.append(Fact("or", f"{others[0].title} ({describe_outcome(others[0].outcome)}){more}"))
+        facts.append(Fact("or", f"{others[0].title} ({describe_outcome(others[0].outcome, report)}){more}"))
     return Section(f"Fix{of}, verified: {first.title}", [code_of_fix(first, brief=True), Facts(facts)])
 
 
@@ -116,12 +116,10 @@ def describe_result(fix: Fix, report: Report) -> str:
         return "verified" if fix.verified else f"workaround: {fix.workaround}"
     error = fix.outcome.max_rel_err
     if not fix.outcome.finite:
-        return f"failed: {describe_outcome(fix.outcome)}"
+        return f"failed: {describe_outcome(fix.outcome, report)}"
     failed = next((check for check in fix.checks if check.status == "failed"), None)
     if error is not None and error > VISIBLE_ERROR and (failed is None or failed.name == "output"):
-        exact = any(trial.setting.dtype is FP64 and trial.outcome.finite for trial in report.counterfactuals)
-        reference = "float64" if exact and report.verdict == "numerics" else "fp32"
-        return f"finite, but {percent(error)} off {reference}"
+        return f"finite, but {percent(error)} off {_reference(report)}"
     if failed is not None:
         return failed.text if failed.name == "output" else f"failed: {_describe_check(failed)}"
     return "finite when tried, but not written as code"
@@ -211,15 +209,21 @@ WHERE_TO_RUN = {
 }
 
 
-def describe_outcome(outcome: TrialOutcome) -> str:
+def _reference(report: Report) -> str:
+    """Return what an outcome is compared with; if float64 fails too, that is fp32 with the change."""
+    exact = any(trial.setting.dtype is FP64 and trial.outcome.finite for trial in report.counterfactuals)
+    return "float64" if exact and report.verdict == "numerics" else "fp32"
+
+
+def describe_outcome(outcome: TrialOutcome, report: Report) -> str:
     """Return a trial's outcome in words: "finite, within 0.06 % of fp32"."""
     if not outcome.finite:
         return "still non-finite" if outcome.ran else "the step cannot be run with it"
     if outcome.max_rel_err is None:
-        return "finite, nothing to compare with fp32"
+        return f"finite, nothing to compare with {_reference(report)}"
     if outcome.max_rel_err == 0:
-        return "finite, equal to fp32"
-    return f"finite, {within(outcome.max_rel_err)} of fp32"
+        return f"finite, equal to {_reference(report)}"
+    return f"finite, {within(outcome.max_rel_err)} of {_reference(report)}"
 
 
 def code_of_fix(fix: Fix, name: str = "", *, brief: bool = False) -> Patch:

@@ -89,4 +89,4 @@ def _fix_facts(choice: FixChoice, report: Report) -> Iterator[Fact]:
     verified = (item for item in report.fixes if item.verified)
     for place, other in list(enumerate(verified, 1))[:_MAX_OTHERS]:
         if other is not chosen:
-            yield Fact(f"--pick {place}", f"{other.title}: {describe_outcome(other.outcome)}")
+            yield Fact(f"--pick {place}", f"{other.title}: {describe_outcome(other.outcome, report)}")

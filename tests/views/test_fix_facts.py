@@ -115,7 +115,7 @@ OUTCOMES = [
 
 def test_settings_and_outcomes_in_words():
     assert [describe_setting(setting) for setting, _ in SETTINGS] == [text for _, text in SETTINGS]
-    assert [describe_outcome(outcome) for outcome, _ in OUTCOMES] == [text for _, text in OUTCOMES]
+    assert [describe_outcome(outcome, factory.fixable()) for outcome, _ in OUTCOMES] == [text for _, text in OUTCOMES]
 
 
 def test_what_did_not_help_comes_last_and_says_so():
