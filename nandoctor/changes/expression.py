@@ -13,7 +13,7 @@ from types import MappingProxyType
 from nandoctor.changes.editor import Editor, Texts
 from nandoctor.changes.source_tree import CannotWriteError, name_called
 from nandoctor.evidence.trace import OpCall
-from nandoctor.ops import PRODUCTS
+from nandoctor.ops import MOVES, PRODUCTS
 
 OPERATORS: Mapping[type, str] = {
     ast.Add: "add",
@@ -64,6 +64,8 @@ class Expression:
             case ast.AugAssign(target=target, value=value):
                 return [(None, target), (None, value)]
             case ast.UnaryOp(operand=value) | ast.Subscript(value=value):
+                return [(None, value)]
+            case ast.Attribute(value=value) if self.op_name in MOVES:  # `x.mT`
                 return [(None, value)]
         raise CannotWriteError
 

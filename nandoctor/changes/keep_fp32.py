@@ -227,7 +227,8 @@ def _tensors_read(called: Iterable[Expression], *, items: bool) -> set[ast.expr]
     found: set[ast.expr] = set()
     for expression in called:
         found.update(set(expression.tensors()) - {_written_by(expression.node)})
-    return {node for node in found if isinstance(node, ast.Name | ast.Attribute) or (items and _is_item(node))}
+    cast = {node for node in found if isinstance(node, ast.Name | ast.Attribute) or (items and _is_item(node))}
+    return {node for node in cast if cast.isdisjoint([*ast.walk(node)][1:])}  # of `x.mT`, x is enough
 
 
 def _written_by(node: ast.AST) -> ast.expr | None:

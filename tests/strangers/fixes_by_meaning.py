@@ -551,6 +551,19 @@ class Remembered(Stateful):
         return torch.softmax(scores + before, -1)
 
 
+def transported(h, x):
+    """Two lines of a loop overflow in fp16, one after the other, and one reads a transposed view."""
+    far = -13.0 * (torch.arange(4) == 2)
+    kernel, v = torch.exp(far + far[:, None] + 0.1 * h @ x.t()), torch.ones_like(h[:, :1])
+    for _ in range(3):
+        u = 1 / (kernel @ v)
+        v = 1 / (kernel.mT @ u)
+    return u * kernel * v.mT
+
+
+lifted("transported", "precision", X, "verified together", transported, loss=squared)
+
+
 def to_center(output, _batch):
     return (output.float() - CENTER).square().mean() + CENTER.square().sum().sqrt()
 
