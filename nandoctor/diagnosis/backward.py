@@ -183,6 +183,8 @@ def _hidden_origin(
     is_removed = finding.discarded_by is not None and not forward.outputs_finite
     origins = {"weight", "buffer", *(() if is_removed else ("batch",))}
     broken = [*broken_outside(found, trace, origins), *(absurd_weights(hidden, trace) if hidden is not None else ())]
+    if hidden is not None and hidden.op.forward is not None:  # it computes a derivative
+        hidden = as_gradient(hidden, None)
     return hidden, next(iter(broken), None)
 
 
@@ -191,7 +193,7 @@ def _explain_hidden(finding: GradientFinding, hidden: Finding) -> Cause | None:
     op = finding.op
     is_undefined = hidden.analysis.kinds == ("nan",) and bool(singular_inputs(hidden.op))  # not a fully masked softmax
     trap = find_cause("backward", replace(finding, forward=hidden.op)) if is_undefined else None
-    cause = find_cause("forward", hidden)
+    cause = find_cause("backward" if isinstance(hidden, GradientFinding) else "forward", hidden)
     if cause is None or (trap is not None and trap.code == _DISCARDED):
         return trap
     what = "NaN" if hidden.analysis.kinds == ("nan",) else "Inf"
