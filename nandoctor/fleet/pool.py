@@ -35,17 +35,11 @@ Workers = Callable[[Sequence[Job]], Generator[JobAnswer]]
 
 
 def _run_in_processes(size: int, memory: int | None, jobs: Sequence[Job]) -> Generator[JobAnswer]:
-    """Run at most `size` processes at a time, each limited to `memory` bytes; a process that dies costs its own file.
+    """Answer the jobs in at most `size` processes that take one after the other, each limited to `memory` bytes.
 
-    The code of each model gets processes of its own: two projects may have modules of the same name.
+    A process that dies costs its own file, and is replaced by another.
     """
-    for place in dict.fromkeys(map(_code_of, jobs)):
-        yield from _run_of_one_code(size, memory, deque(job for job in jobs if _code_of(job) == place))
-
-
-def _run_of_one_code(size: int, memory: int | None, waiting: deque[Job]) -> Iterator[JobAnswer]:
-    """Answer these jobs in processes that take one after the other; one that ends is replaced by another."""
-    size = min(size, len(waiting))
+    waiting, size = deque(jobs), min(size, len(jobs))
     idle: list[tuple[BaseProcess, Connection]] = []
     running: dict[Connection, tuple[BaseProcess, Job, float]] = {}
     try:
@@ -138,11 +132,6 @@ def _end_with_parent() -> None:
     if parent is not None:
         parent.join()
         os._exit(1)
-
-
-def _code_of(job: Job) -> str:
-    """Return the file or package of the model that the user names; "" if the dump itself names it."""
-    return str(job.settings.model or "").rpartition(":")[0]
 
 
 def _died(job: Job, error: BaseException, elapsed_s: float = 0.0) -> JobAnswer:
