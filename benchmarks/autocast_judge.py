@@ -23,7 +23,7 @@ from autocast_models import MODELS, make_inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from nandoctor.autocast.kernels import ever_listed
+from nandoctor.autocast.kernels import LISTS
 from nandoctor.autocast.policy import Policy, apply_policy
 from nandoctor.evidence.formats import BF16, FP16, FloatFormat
 from nandoctor.tracing.dispatch_hook import Invocation
@@ -79,7 +79,7 @@ def dtypes_of(output: Any) -> tuple[torch.dtype, ...]:
 
 def ask(ran: Ran) -> Verdict:
     """Run the op on fake tensors under torch's CUDA autocast."""
-    if str(ran.call.op).removeprefix("aten.") in ever_listed("cudnn_rnn"):
+    if str(ran.call.op).removeprefix("aten.") in LISTS["cudnn_rnn"]:
         return Verdict(ran=ran, gives=None, reason="cuDNN has an autocast kernel of its own, which this build lacks")
     with FakeTensorMode() as mode, torch.no_grad(), cuda_state(ran.enabled, ran.dtype):
         try:

@@ -1,7 +1,7 @@
 """CUDA's autocast kernels, registered for the autocast dispatch key of any device, and the op lists that they follow.
 
-`cuda_op_lists.json` has the lists by `aten` names with overload: those of torch 2.4, what later versions changed, and
-what is on no list. `tests/autocast/test_op_lists.py` compares them with the installed torch.
+`cuda_op_lists.json` has the lists by `aten` names with overload: those of torch, from or up to which version an op
+is on them, and what is on no list. `tests/autocast/test_op_lists.py` compares them with the installed torch.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _make_kernel(op: OpOverload, name: str, device_type: str) -> Callable[..., A
     run = _RUNS[name]
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if name in _CHANGED and name not in listed(_running.version):
+        if not is_listed(name, _running.version):
             return torch_compat.decompose(op, *args, **kwargs)
         call = _Call(op=op, device_type=device_type, args=args, kwargs=kwargs)
         if run is _run_several_products:
@@ -246,31 +246,18 @@ def _run_cast(call: _Call) -> Any:
 
 
 _DATA = json.loads(Path(__file__).with_name("cuda_op_lists.json").read_text(encoding="utf-8"))
-_CHANGED = frozenset(op for change in _DATA["changes"] for op in (*change.get("added", ()), *change.get("removed", ())))
-"""The ops that not all versions list."""
+LISTS: Mapping[str, list[str]] = {
+    name: listed["ops"] for part in ("lists", "beside") for name, listed in _DATA[part].items()
+}
+"""The ops that a list has in any version: torch's lists, and those beside them."""
 
 
 @cache
-def lists_of(version: tuple[int, int]) -> Mapping[str, frozenset[str]]:
-    """Return the ops of each list of a torch version; of the nearest known one for others."""
-    lists = {name: set(listed["ops"]) for name, listed in _DATA["lists"].items()}
-    for change in _DATA["changes"]:
-        if (minor_version(change["since"]) or version) <= version:
-            lists[change["list"]] -= set(change.get("removed", ()))
-            lists[change["list"]] |= set(change.get("added", ()))
-    return {name: frozenset(ops) for name, ops in lists.items()}
-
-
-@cache
-def listed(version: tuple[int, int] = TORCH) -> frozenset[str]:
-    """Return the ops of all lists of a torch version."""
-    return frozenset[str]().union(*lists_of(version).values())
-
-
-def ever_listed(name: str) -> list[str]:
-    """Return the ops that a list has in any version, or one of those beside torch's."""
-    changed = [op for change in _DATA["changes"] if change["list"] == name for op in change.get("added", ())]
-    return [*{**_DATA["lists"], **_DATA["beside"]}[name]["ops"], *changed]
+def is_listed(op: str, version: tuple[int, int]) -> bool:
+    """Return True if an op that some version lists is on a list of this version of torch."""
+    bounds = _DATA["versions"].get(op, {})
+    since, until = minor_version(bounds.get("since", "")), minor_version(bounds.get("until", ""))
+    return (since is None or since <= version) and (until is None or version < until)
 
 
 _RUNS_OF_LISTS: dict[str, Run] = {
@@ -290,7 +277,7 @@ _RUNS_OF_LISTS: dict[str, Run] = {
     "scaling": _run_scaling,
     "casts": _run_cast,
 }
-_RUNS = {op: run for name, run in _RUNS_OF_LISTS.items() for op in ever_listed(name)}
+_RUNS = {op: run for name, run in _RUNS_OF_LISTS.items() for op in LISTS[name]}
 """The function that runs each listed op."""
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nandoctor.autocast.kernels import ever_listed, listed
+from nandoctor.autocast.kernels import LISTS
 from nandoctor.autocast.literals import cuda_code
 from nandoctor.autocast.policy import REFERENCE, Policy, apply_policy, cuda_autocast, torch_dtype
 from nandoctor.errors import NanDoctorError
@@ -27,7 +27,7 @@ def product():
 
 
 def kernels():
-    names = [*listed(), *ever_listed("cudnn_rnn"), "quantile", "cat"]
+    names = [*(op for ops in LISTS.values() for op in ops), "quantile", "cat"]
     return [torch._C._dispatch_dump(f"aten::{name}") for name in names]
 
 
