@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
+from nandoctor.machine import memory_of
 from nandoctor.process_wide import PerThread, held
 
 _LEAST_NBYTES = 1 << 20
@@ -32,7 +34,7 @@ def cast_to_file(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
     The layout stays, since a kernel may sum in another order for another layout.
     """
-    if tensor.dtype == dtype or not (_is_large(tensor.detach()) and tensor.is_contiguous()):
+    if tensor.dtype == dtype or not (is_large(tensor.detach()) and tensor.is_contiguous()):
         return tensor.to(dtype)
     return map_empty(tensor.shape, dtype).copy_(tensor)
 
@@ -49,19 +51,20 @@ def kept_in_files(wanted: bool) -> Iterator[None]:
 
 def move_to_file(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor with its graph, moved into a file if that is wanted and it is large."""
-    if _graph.in_files and _is_large(tensor):
+    if _graph.in_files and is_large(tensor):
         with torch.no_grad():
             tensor.data = map_empty(tensor.shape, tensor.dtype).copy_(tensor)
     return tensor
 
 
 def _pack(tensor: torch.Tensor) -> Any:
-    if tensor.is_leaf or not _is_large(tensor):
+    if tensor.is_leaf or not is_large(tensor):
         return tensor
     with torch.no_grad():
         return map_empty(tensor.shape, tensor.dtype).copy_(tensor)
 
 
-def _is_large(tensor: torch.Tensor) -> bool:
-    plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type == "cpu"
-    return plain and tensor.numel() * tensor.element_size() >= _LEAST_NBYTES
+def is_large(tensor: Any) -> bool:
+    """Return True for a plain tensor or weight on the CPU, of a megabyte or more."""
+    is_dense = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return is_dense and tensor.device.type == "cpu" and memory_of([tensor]) >= _LEAST_NBYTES

@@ -37,8 +37,8 @@ from nandoctor.engine.user_code import (
     raised_at,
 )
 from nandoctor.errors import ModelError
-from nandoctor.file_memory import cast_to_file
-from nandoctor.machine import is_out_of_memory, memory_of
+from nandoctor.file_memory import cast_to_file, is_large
+from nandoctor.machine import is_out_of_memory
 from nandoctor.source_files import package_of, parse_source
 from nandoctor.step.scripts import Script
 from nandoctor.text import brief, brief_value, join_first, relative_path
@@ -342,7 +342,6 @@ def _guess(name: str, names: Sequence[str], otherwise: str) -> str:
     return f"Did you mean {near[0]}?" if near else otherwise
 
 
-_UNFILLED_NBYTES = 1 << 20
 _DRAWING = frozenset({"normal_", "uniform_", "kaiming_uniform_"})
 _FOLLOWING = frozenset({"mul_", "add_", "clamp_"})
 
@@ -363,19 +362,14 @@ class Unfilled(TorchFunctionMode):
     ) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         target: Any = args[0] if args else kwargs.get("tensor")
-        if isinstance(target, nn.Parameter) and _is_large(target):
+        if isinstance(target, nn.Parameter) and is_large(target):
             self._weights.add(storage_of(target))  # also reached by `weight.data`
         # Other tensors are drawn: torch.nn.init.trunc_normal_ draws until all values are within its bounds.
-        if name in _DRAWING and _is_large(target) and storage_of(target) in self._weights:
+        if name in _DRAWING and is_large(target) and storage_of(target) in self._weights:
             self._undrawn.add(storage_of(target))
             return target
         return target if name in _FOLLOWING and self.holds(target) else func(*args, **kwargs)
 
     def holds(self, tensor: Any) -> bool:
         """Return True if the tensor was left as it was allocated."""
-        return _is_large(tensor) and storage_of(tensor) in self._undrawn
-
-
-def _is_large(tensor: Any) -> bool:
-    is_plain = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and not is_lazy(tensor)
-    return is_plain and tensor.device.type == "cpu" and memory_of([tensor]) >= _UNFILLED_NBYTES
+        return is_large(tensor) and storage_of(tensor) in self._undrawn

@@ -5,15 +5,15 @@ import torch
 from torch import nn
 
 import nandoctor.step.setup as replay_setup
+from nandoctor import file_memory
 from nandoctor.dumps.reader import read_dump
-from nandoctor.step import model_loading
 from nandoctor.step.model_loading import Unfilled, load_state
 from nandoctor.step.settings import Settings
 
 
 @pytest.fixture(autouse=True)
 def all_are_large(monkeypatch):
-    monkeypatch.setattr(model_loading, "_UNFILLED_NBYTES", 0)
+    monkeypatch.setattr(file_memory, "_LEAST_NBYTES", 0)
     monkeypatch.setattr(replay_setup, "_UNFILLED_NBYTES", 0)
 
 
