@@ -10,7 +10,7 @@ from __future__ import annotations
 import cmath
 import math
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
@@ -250,20 +250,14 @@ def describe_mixed_precision(model: nn.Module) -> dict[str, dict[str, str]]:
     nearest enclosing module that `fully_shard` was called on. Weights in its `ignored_params` are neither sharded nor
     cast.
     """
-    policies = {path: policy for path, module in model.named_modules() if (policy := fsdp_policy(module)) is not None}
-    sharded = [(name, p) for name, p in model.named_parameters() if is_sharded(p)] if policies else []
-    owned = [(name, _owner(name, policies)) for name, p in sharded if p.is_floating_point()]
+    modules = dict(model.named_modules())
+    policies = {path: policy for path, module in modules.items() if (policy := fsdp_policy(module)) is not None}
+    held = ((path, named) for path in policies for named in modules[path].named_parameters(prefix=path))
+    owners = {name: path for path, (name, p) in held if is_sharded(p) and p.is_floating_point()}  # the innermost last
     cast = {
-        "parameters": {name: policies[path].param_dtype for name, path in owned if path is not None},
+        "parameters": {name: policies[path].param_dtype for name, path in owners.items()},
         "inputs": {path: policy.param_dtype for path, policy in policies.items() if policy.cast_forward_inputs},
         "outputs": {path: policy.output_dtype for path, policy in policies.items()},
         "gradients": {path: policy.reduce_dtype for path, policy in policies.items()},
     }
     return {what: {name: dtype_name(dtype) for name, dtype in of.items() if dtype} for what, of in cast.items()}
-
-
-def _owner(name: str, paths: Collection[str]) -> str | None:
-    """Return the innermost of these modules that contains the weight; None if none does."""
-    parts = name.split(".")
-    outer = (".".join(parts[:depth]) for depth in range(len(parts) - 1, -1, -1))
-    return next((path for path in outer if path in paths), None)
