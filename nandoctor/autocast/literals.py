@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from nandoctor import torch_compat
-from nandoctor.process_wide import PerThread, Shared, held, patched
+from nandoctor.process_wide import PerThread, Shared, held, patched, read_switches, write_switches
 from nandoctor.torch_compat import is_enabled, is_transforming, set_enabled, unwrap
 
 _CAST_METHODS = {Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16, Tensor.float: torch.float32}
@@ -117,11 +117,13 @@ def _enter_for_cuda(enter: Callable[..., Any]) -> Callable[..., Any]:
         types = _device_types()
         if self.device not in types:
             return enter(self)
-        states = [(name, torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in types]
+        before = read_switches(("autocast",))
         dtype = torch.float32 if _in_reference() else self.fast_dtype
         entered = enter(self)
-        _replay.saved_states = (*_replay.saved_states, (self, states))
-        _set_autocast([(name, is_enabled(self), dtype) for name in types])
+        _replay.saved_states = (*_replay.saved_states, (self, before))
+        for name in types:
+            torch.set_autocast_enabled(name, is_enabled(self))
+            torch.set_autocast_dtype(name, dtype)
         return entered
 
     return enter_on_both
@@ -132,17 +134,11 @@ def _exit_for_cuda(leave: Callable[..., Any]) -> Callable[..., Any]:
     def leave_both(self: Any, *raised: Any) -> Any:
         result = leave(self, *raised)
         if _replay.saved_states and _replay.saved_states[-1][0] is self:
-            _set_autocast(_replay.saved_states[-1][1])
+            write_switches(_replay.saved_states[-1][1])
             _replay.saved_states = _replay.saved_states[:-1]
         return result
 
     return leave_both
-
-
-def _set_autocast(states: list[tuple[str, bool, torch.dtype]]) -> None:
-    for device_type, enabled, dtype in states:
-        torch.set_autocast_enabled(device_type, enabled)
-        torch.set_autocast_dtype(device_type, dtype)
 
 
 def _cast_for_cuda(cast: Callable[..., Any]) -> Callable[..., Any]:
