@@ -140,7 +140,10 @@ def test_the_published_schema_accepts_the_reports(sample_reports):
     jsonschema.Draft202012Validator.check_schema(schema)
     validator = jsonschema.Draft202012Validator(schema)
     for sample in ("unet_blank_tile", "siamese_duplicate", "poisoned_buffers", "weights_only"):
-        validator.validate(to_plain(sample_reports[sample]))
+        plain = to_plain(sample_reports[sample])
+        validator.validate({**plain, "of a later version": 1})
+        lacking = {name: item for name, item in plain.items() if name != "verdict"}
+        assert not any(map(validator.is_valid, (lacking, {**plain, "fixes": [{}]}, {**plain, "fp32_error": "much"})))
 
 
 def test_the_comparison_sees_what_differs():
