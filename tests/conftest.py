@@ -220,6 +220,13 @@ def replay(tmp_path):
 
 
 @pytest.fixture
+def here(tmp_path, monkeypatch):
+    """The test's folder, which is the current one."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
 def write(tmp_path):
     """Writes a source file under the test's folder and returns its path."""
 

@@ -40,19 +40,18 @@ def test_programs_are_short_and_differ_in_few_lines(code):
 
 
 @pytest.fixture
-def replayed(tmp_path, monkeypatch):
+def replayed(here):
     """Runs a program in a folder of its own, and replays the step that it wrote."""
-    monkeypatch.chdir(tmp_path)
 
     def run(code, name):
-        file = shutil.copy(DOCS / "causes" / code / f"{name}.py", tmp_path)
+        file = shutil.copy(DOCS / "causes" / code / f"{name}.py", here)
         # A recorder names its model's file, which is the program that Python began with.
         if "Recorder" in cause_pages.program(code, name):
             environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-            subprocess.run([sys.executable, file], check=True, cwd=tmp_path, env=environment)
+            subprocess.run([sys.executable, file], check=True, cwd=here, env=environment)
         else:
             runpy.run_path(file, run_name="__main__")
-        (step,) = tmp_path.rglob("*.pth")
+        (step,) = here.rglob("*.pth")
         options = cause_pages.replay_options(Path(file).read_text(encoding="utf-8"))
         given = {key: value.format(file=file) for key, value in options.items()}
         return nandoctor.replay(step, fixes=False, **given).report

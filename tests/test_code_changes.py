@@ -14,11 +14,10 @@ from nandoctor.verification import Query, find_changes
 
 
 @pytest.fixture
-def project(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def project(here):
     for name in ("small.py", "last.py"):
         Path(name).write_text("#")
-    return tmp_path
+    return here
 
 
 def changes(hashes, folder):

@@ -78,10 +78,9 @@ def report(sick_folder):
 
 
 @pytest.fixture
-def workplace(tmp_path, monkeypatch, sick_folder):
-    shutil.copytree(sick_folder, tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+def workplace(here, sick_folder):
+    shutil.copytree(sick_folder, here, dirs_exist_ok=True)
+    return here
 
 
 @pytest.fixture

@@ -51,12 +51,11 @@ FIXED_LINE = ("1e-8", "1e-4")
 
 
 @pytest.fixture
-def project(tmp_path, monkeypatch):
+def project(here, monkeypatch):
     """A folder that somebody trains in, with the code of a model that fails on a blank image."""
-    (tmp_path / "net.py").write_text(SICK)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield tmp_path
+    (here / "net.py").write_text(SICK)
+    monkeypatch.syspath_prepend(here)
+    yield here
     sys.modules.pop("net", None)
 
 

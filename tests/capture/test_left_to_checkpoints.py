@@ -31,11 +31,10 @@ class Net(nn.Module):
 
 
 @pytest.fixture
-def train(tmp_path, monkeypatch, caplog):
+def train(here, monkeypatch, caplog):
     """What trains for two steps, keeps the weights of each, and returns what was logged of the second, which fails."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "net.py").write_text(SOURCE)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    (here / "net.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(here))
 
     def run(max_nbytes=MAX_NBYTES, **settings):
         import net
@@ -102,8 +101,7 @@ def test_other_weights_never_verify(train):
     assert any("not known to be those of the failing step" in reason for reason in found.reasons)
 
 
-def test_a_batch_and_a_checkpoint_make_a_step(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_batch_and_a_checkpoint_make_a_step(here):
     torch.save({"image": torch.ones(2, 3)}, "batch.pth")
     with pytest.raises(DumpError, match="a batch alone was saved"):
         nandoctor.replay("batch.pth", nn.Linear(3, 2))

@@ -225,9 +225,8 @@ def test_what_a_notebook_defines_is_replayed_in_it(tmp_path, caplog, monkeypatch
     assert "--model FILE.py:Head" in caught.value.remedy
 
 
-def test_a_training_from_another_folder_names_its_file(tmp_path, caplog, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # as Hydra does
-    _, command, path = record(tmp_path, caplog, Wide(3), arguments={"width": 3}, loss=loss_of)
+def test_a_training_from_another_folder_names_its_file(here, caplog, monkeypatch):
+    _, command, path = record(here, caplog, Wide(3), arguments={"width": 3}, loss=loss_of)
     assert command.startswith(f"nandoctor replay {path} --model {HERE / 'test_rebuild.py'}:Wide --model-arg width=3 ")
     written = {"model": {"module": "net", "name": "Net", "file": ""}, "loss_function": None}
     for started, typed in [(HERE, f"{Path.cwd()}/a.pth"), (Path.cwd(), "a.pth")]:

@@ -116,9 +116,8 @@ def train(ranks, folder, way):
 @needs_gloo
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["on", "mixed", "half", "copies", "ddp"])
-def test_a_failing_forward_replays_without_flags(tmp_path, monkeypatch, way, ranks):
-    monkeypatch.chdir(tmp_path)
-    said = train(ranks, tmp_path, way)
+def test_a_failing_forward_replays_without_flags(here, way, ranks):
+    said = train(ranks, here, way)
     stopped = "The recorder stopped the training at step 3: the loss is non-finite{}; 1 of the last 4 steps failed."
     where = (" on rank 1, whose file is the one to replay", "")
     assert [text.splitlines()[-1] for text in said] == [stopped.format(elsewhere) for elsewhere in where]
@@ -135,9 +134,8 @@ def test_a_failing_forward_replays_without_flags(tmp_path, monkeypatch, way, ran
 
 @needs_gloo
 @pytest.mark.slow
-def test_an_update_that_spoils_sharded_weights(tmp_path, monkeypatch, ranks):
-    monkeypatch.chdir(tmp_path)
-    train(ranks, tmp_path, "update")
+def test_an_update_that_spoils_sharded_weights(here, ranks):
+    train(ranks, here, "update")
     report = nandoctor.replay("dumps/nan-step000003-rank0.pth", fixes=False).report
     assert (report.reproduction.grade, report.cause.code) == ("exact", "nonfinite-update")
     assert read_dump(report.dump.path).missing == ("optimizer: its state, which is spread over ranks",)
@@ -145,10 +143,9 @@ def test_an_update_that_spoils_sharded_weights(tmp_path, monkeypatch, ranks):
 
 @needs_gloo
 @pytest.mark.slow
-def test_gradients_of_one_ranks_part_stop_all(tmp_path, monkeypatch, ranks):
-    monkeypatch.chdir(tmp_path)
+def test_gradients_of_one_ranks_part_stop_all(here, ranks):
     why = "the loss is finite, but its gradients are not; 1 of the last 4 steps failed"
-    assert train(ranks, tmp_path, "gradients") == [f"The recorder stopped the training at step 3: {why}."] * 2
+    assert train(ranks, here, "gradients") == [f"The recorder stopped the training at step 3: {why}."] * 2
     case = nandoctor.replay("dumps/nan-step000003-rank1.pth", fixes=False)
     assert case.report.reproduction.grade == "exact"
     assert (case.report.origin.phase, case.report.origin.op) == ("backward", "sqrt")

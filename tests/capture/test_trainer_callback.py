@@ -161,11 +161,10 @@ def test_the_recipe_for_accelerate(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_strangers_dump_is_approved_with_its_config(tmp_path, monkeypatch):
+def test_a_strangers_dump_is_approved_with_its_config(here):
     """The command names the model's class, which knows the class of its configuration; its values are in the dump."""
-    monkeypatch.chdir(tmp_path)
     model = make_model()
-    with nandoctor.Recorder(model, folder=tmp_path) as recorder, nandoctor.cuda_autocast():
+    with nandoctor.Recorder(model, folder=here) as recorder, nandoctor.cuda_autocast():
         recorder.watch(model(input_ids=torch.full((2, 8), 49)).logits)
     torch.save(torch.load(recorder.written[0]), "stranger.pth")  # saved again, so that no signature is left
     refused = run("replay", "stranger.pth", "--no-fixes", "--json")

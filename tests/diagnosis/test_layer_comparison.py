@@ -56,9 +56,8 @@ class Norm(torch.nn.Module):
 
 
 @pytest.fixture
-def file(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "net.py"
+def file(here):
+    path = here / "net.py"
     path.write_text(SOURCE)
     linecache.checkcache()
     return path

@@ -12,13 +12,10 @@ from nandoctor.dumps.reader import read_dump
 from nandoctor.dumps.writer import write_dump
 from nandoctor.errors import DumpError
 
+pytestmark = pytest.mark.usefixtures("here")
+
 WEIGHT = np.linspace(1, 2, 64, dtype="f4")
 CHANGED, NAN, FINITE = WEIGHT[9].tobytes(), np.float32("nan").tobytes(), np.float32(1e30).tobytes()
-
-
-@pytest.fixture(autouse=True)
-def _in_empty_directory(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(params=[read_dump, lambda path: read_dump(path, as_torch=False)], ids=["with torch", "without"])

@@ -13,6 +13,8 @@ import torch
 from nandoctor.dumps.reader import read_dump
 from nandoctor.errors import DumpError
 
+pytestmark = pytest.mark.usefixtures("here")
+
 PATCH_OFFSET_OF_FLAGS = 8
 
 
@@ -260,11 +262,6 @@ FILES = {
         "name",
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def _in_empty_directory(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def test_code_that_a_file_names_is_not_run_beside_what_is_read(tmp_path):

@@ -99,12 +99,11 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_a_broken_checkpoint_has_one_clear_error(kind, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_broken_checkpoint_has_one_clear_error(kind, here):
     make, message = BROKEN[kind]
-    make(tmp_path)
+    make(here)
     with pytest.raises(DumpError) as caught:
-        read_weights(tmp_path)
+        read_weights(here)
     assert message in caught.value.message
 
 

@@ -70,26 +70,25 @@ def test_a_fork_of_the_code_may_exit():
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-def test_files_of_the_training_are_kept(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.log").write_text("before")
-    (tmp_path / ".cache").mkdir()
+def test_files_of_the_training_are_kept(here):
+    (here / "train.log").write_text("before")
+    (here / ".cache").mkdir()
     with kept_running():
-        (tmp_path / "train.log").write_text("after")
+        (here / "train.log").write_text("after")
         Path("new.txt").open("x").close()
-        torch.save({}, tmp_path.parent / "elsewhere.pth")
+        torch.save({}, here.parent / "elsewhere.pth")
         np.save("array.npy", np.zeros(2))
         logging.FileHandler("run.log").close()
-        (tmp_path / ".cache" / "made").write_text("kept")
-        assert (tmp_path / "train.log").read_text() == "before"
-        other = threading.Thread(target=lambda: (tmp_path / "by_another_thread").write_text("kept"))
+        (here / ".cache" / "made").write_text("kept")
+        assert (here / "train.log").read_text() == "before"
+        other = threading.Thread(target=lambda: (here / "by_another_thread").write_text("kept"))
         other.start()
         other.join()
-    assert not (tmp_path.parent / "elsewhere.pth").exists()
-    (tmp_path / "later.txt").write_text("later")
+    assert not (here.parent / "elsewhere.pth").exists()
+    (here / "later.txt").write_text("later")
     names = {".cache", "train.log", "by_another_thread", "later.txt"}
-    assert {path.name for path in tmp_path.iterdir()} == names
-    assert (tmp_path / ".cache" / "made").read_text() == "kept"
+    assert {path.name for path in here.iterdir()} == names
+    assert (here / ".cache" / "made").read_text() == "kept"
 
 
 ARGUMENTS = """

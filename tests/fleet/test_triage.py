@@ -51,16 +51,15 @@ def workers(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def workplace(tmp_path, monkeypatch):
+def workplace(here):
     """Three dumps of one failure in two runs, and the code of their model."""
-    (tmp_path / "models_of_the_test.py").write_text(MODELS)
+    (here / "models_of_the_test.py").write_text(MODELS)
     state = Overflowing().state_dict()
     for name, step in (("a", 7), ("a", 12), ("b", 3)):
-        (tmp_path / "runs" / name).mkdir(parents=True, exist_ok=True)
+        (here / "runs" / name).mkdir(parents=True, exist_ok=True)
         dump = {"state_dict": state, "image": torch.ones(2, 4), "logit": torch.full((2, 4), torch.nan), "step": step}
-        torch.save(dump, tmp_path / "runs" / name / f"nan-{step}.pth")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+        torch.save(dump, here / "runs" / name / f"nan-{step}.pth")
+    return here
 
 
 OPTIONS = TriageOptions(settings={"model": "models_of_the_test.py:Overflowing", "fixes": False})

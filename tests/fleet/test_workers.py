@@ -44,18 +44,15 @@ ANALYSED = ["analysed"] * (NUMBER - 1)
 
 
 @pytest.fixture
-def workplace(tmp_path, monkeypatch):
+def workplace(here):
     """Five dumps, of which the third has a sample that its model cannot stand."""
-    (tmp_path / "models_of_the_test.py").write_text(MODELS)
-    (tmp_path / "deadly").touch()
-    (tmp_path / "runs").mkdir()
+    (here / "models_of_the_test.py").write_text(MODELS)
+    (here / "deadly").touch()
+    (here / "runs").mkdir()
     for step in range(NUMBER):
         image = torch.full((2, 4), 13.0 if step == 2 else float(step + 1))
-        torch.save(
-            {"state_dict": Overflowing().state_dict(), "image": image, "step": step}, f"{tmp_path}/runs/{step}.pth"
-        )
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+        torch.save({"state_dict": Overflowing().state_dict(), "image": image, "step": step}, f"{here}/runs/{step}.pth")
+    return here
 
 
 def options(model, **more):
@@ -80,17 +77,16 @@ def test_a_worker_that_ends_costs_its_own_file(workplace, model, more, outcome):
     assert list(found.values()) == ANALYSED
 
 
-def test_models_of_two_files_have_processes_of_their_own(tmp_path, monkeypatch):
+def test_models_of_two_files_have_processes_of_their_own(here):
     """They may import modules of the same name."""
     tables = ["[tool.nandoctor]"]
     for name in ("first", "second"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "net.py").write_text(f"import layers\nOf{name} = layers.Of{name}\n")
-        (tmp_path / name / "layers.py").write_text(f"from tiny_models import Overflowing as Of{name}\n")
-        torch.save({"state_dict": Overflowing().state_dict(), "image": torch.ones(2, 4)}, tmp_path / name / "nan.pth")
+        (here / name).mkdir()
+        (here / name / "net.py").write_text(f"import layers\nOf{name} = layers.Of{name}\n")
+        (here / name / "layers.py").write_text(f"from tiny_models import Overflowing as Of{name}\n")
+        torch.save({"state_dict": Overflowing().state_dict(), "image": torch.ones(2, 4)}, here / name / "nan.pth")
         tables.append(f'[[tool.nandoctor.dumps]]\npattern = "{name}/*"\nmodel = "{name}/net.py:Of{name}"')
-    (tmp_path / "pyproject.toml").write_text("\n".join(tables))
-    monkeypatch.chdir(tmp_path)
+    (here / "pyproject.toml").write_text("\n".join(tables))
     found = outcomes(triage(["first", "second"], TriageOptions(settings={"fixes": False}, jobs=1)))
     assert found == {"first/nan.pth": "analysed", "second/nan.pth": "analysed"}
 
@@ -165,17 +161,16 @@ def open_cluster():
         yield cluster.scheduler_address
 
 
-def test_processes_and_cluster_find_the_same_groups(tmp_path, monkeypatch):
-    truth = make_dumps(tmp_path, len(CAUSES) + 4)
-    monkeypatch.chdir(tmp_path)
+def test_processes_and_cluster_find_the_same_groups(here):
+    truth = make_dumps(here, len(CAUSES) + 4)
     settings = {"fixes": False}
-    local = triage(["runs"], TriageOptions(folder=tmp_path / "local", settings=settings, jobs=2))
+    local = triage(["runs"], TriageOptions(folder=here / "local", settings=settings, jobs=2))
     with open_cluster() as address:
-        remote = triage(["runs"], TriageOptions(folder=tmp_path / "remote", settings=settings, scheduler=address))
+        remote = triage(["runs"], TriageOptions(folder=here / "remote", settings=settings, scheduler=address))
     assert [group.paths for group in local.groups] == [group.paths for group in remote.groups]
     assert len(local.groups) == len(CAUSES)
     for group in local.groups:
-        assert {truth[tmp_path / path] for path in group.paths} == {group.cause}
+        assert {truth[here / path] for path in group.paths} == {group.cause}
 
 
 def test_a_killed_worker_of_a_cluster_costs_one_file(workplace):

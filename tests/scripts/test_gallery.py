@@ -33,12 +33,11 @@ each_script = pytest.mark.parametrize("name", GALLERY)
 
 
 @pytest.fixture
-def folder(name, tmp_path, monkeypatch):
+def folder(name, here):
     if importlib.util.find_spec(NEEDS.get(name, "torch")) is None:
         pytest.skip(f"{NEEDS[name]} is not installed")
-    shutil.copytree(HERE / "gallery" / name, tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    shutil.copytree(HERE / "gallery" / name, here, dirs_exist_ok=True)
+    return here
 
 
 @pytest.fixture(scope="module")

@@ -33,14 +33,13 @@ REPLAY = ["replay", "sick.pth", "--model", "train.py:Net", "--no-fixes"]
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    (tmp_path / "train.py").write_text(MODEL)
+def folder(here, monkeypatch):
+    (here / "train.py").write_text(MODEL)
     x = torch.zeros(2, 3)
     x[1] = 3e5
-    torch.save({"state_dict": torch.nn.Linear(3, 3).state_dict(), "x": x}, tmp_path / "sick.pth")
-    monkeypatch.chdir(tmp_path)
+    torch.save({"state_dict": torch.nn.Linear(3, 3).state_dict(), "x": x}, here / "sick.pth")
     monkeypatch.setattr(sys, "path", list(sys.path))
-    yield tmp_path
+    yield here
     sys.modules.pop("train", None)
 
 

@@ -69,15 +69,13 @@ WIDTHS = {
 
 
 @pytest.fixture
-def script(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
+def script(here):
     def write(more):
-        (tmp_path / "train.py").write_text(TRAINING.format(more=more))
-        return tmp_path / "train.py"
+        (here / "train.py").write_text(TRAINING.format(more=more))
+        return here / "train.py"
 
     yield write
-    assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"train.py"}
+    assert {path.name for path in here.iterdir()} - {"__pycache__"} == {"train.py"}
 
 
 @pytest.mark.parametrize("what", WIDTHS)

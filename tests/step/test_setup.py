@@ -130,8 +130,7 @@ class WithoutForward(nn.Linear):
         (nn.Linear(3, 2), Settings(call="no_such_module_here:f"), ModelError, "no_such_module_here"),
     ],
 )
-def test_what_does_not_fit_says_what_to_do(model, settings, error, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # which is searched for a model
+def test_what_does_not_fit_says_what_to_do(model, settings, error, message, here):
     with pytest.raises(error, match=message) as caught:
         prepare(dump_of(nn.Linear(3, 2), image=IMAGE), model, settings)
     assert caught.value.remedy.endswith(".")
@@ -153,15 +152,13 @@ NET = "from torch import nn\ndef Net(width): return nn.Linear(getattr(width, 'w'
 
 
 @pytest.mark.parametrize("call", BUILT)
-def test_a_class_that_lacks_arguments_is_built_as_its_file_does(call, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_class_that_lacks_arguments_is_built_as_its_file_does(call, here):
     Path("train.py").write_text(f"{NET}\n{call}\n")
     made = prepare(dump_of(nn.Linear(3, 2), image=IMAGE), "train.py:Net", Settings())
     assert f"Built as your own code or the file shows: --model {BUILT[call]}" in made.notes
 
 
-def test_arguments_are_taken_from_the_dump(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_arguments_are_taken_from_the_dump(here):
     Path("train.py").write_text(f"{NET}\nnet = Net(5)\n")
     dump = replace(dump_of(nn.Linear(3, 2), image=IMAGE), scalars={"args.width": 3, "args.seed": 1})
     note = "Built as your own code or the file shows: --model train.py:Net --model-arg width=3"
@@ -169,8 +166,7 @@ def test_arguments_are_taken_from_the_dump(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("call", ["def main(cfg): return Net(cfg)", "def main(cfg):\n    net = Net(cfg)\nmain()"])
-def test_arguments_that_no_file_shows_are_asked_for(call, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_arguments_that_no_file_shows_are_asked_for(call, here):
     Path("train.py").write_text(f"{NET}\nif __name__ == '__main__':\n    {call.replace(chr(10), chr(10) + '    ')}\n")
     with pytest.raises(ModelError) as caught:
         prepare(dump_of(nn.Linear(3, 2), image=IMAGE), "train.py:Net", Settings())
@@ -187,8 +183,7 @@ def test_arguments_that_no_file_shows_are_asked_for(call, tmp_path, monkeypatch)
         (3, {"widht": 5}, "big = Net(5)", "net.py:Net"),
     ],
 )
-def test_a_call_is_offered_if_the_weights_fit_it(width, given, call, offered, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_call_is_offered_if_the_weights_fit_it(width, given, call, offered, here):
     Path("net.py").write_text(NET.replace("(width)", f"(width={width})"))
     Path("other.py").write_text(f"from net import Net\nopen('ran', 'w')\n{call}\n")
     with pytest.raises(ModelError) as caught:
@@ -207,8 +202,7 @@ WITHOUT_A_MODEL = {
 
 
 @pytest.mark.parametrize("code", WITHOUT_A_MODEL)
-def test_a_class_with_the_weights_attributes_is_named(code, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_class_with_the_weights_attributes_is_named(code, here):
     Path("train.py").write_text(code)
     state = {"stem.weight": torch.ones(1), "head.0.bias": torch.ones(1)}
     with pytest.raises(ModelError, match="not the model's code") as caught:
@@ -217,8 +211,7 @@ def test_a_class_with_the_weights_attributes_is_named(code, tmp_path, monkeypatc
     assert (named and named[1]) == WITHOUT_A_MODEL[code]
 
 
-def test_of_several_nets_the_one_that_takes_an_array_comes_first(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_of_several_nets_the_one_that_takes_an_array_comes_first(here):
     classes = ("class {}(nn.Module):\n    def __init__(self): self.{} = 1".format(*pair) for pair in ("Gg", "Dd"))
     Path("gan.py").write_text("\n".join(classes))
     dump = replace(dump_of(nn.Identity(), image=torch.ones(2, 3)), state={"g.weight": torch.ones(3, 2)})
