@@ -34,15 +34,14 @@ def broken():
 
 
 @pytest.fixture(autouse=True)
-def workplace(tmp_path, monkeypatch):
+def workplace(here, monkeypatch):
     """A folder with two dumps and the code of their models, and nothing of it left in Python's state."""
-    (tmp_path / "models_of_the_test.py").write_text(MODELS)
-    torch.save({"state_dict": Overflowing().state_dict(), "image": IMAGE, "logit": NONFINITE}, tmp_path / "sick.pth")
-    torch.save({"state_dict": nn.Linear(4, 4).state_dict(), "image": IMAGE, "logit": NONFINITE}, tmp_path / "lost.pth")
-    torch.save({"state_dict": nn.Linear(4, 4).state_dict(), "image": IMAGE}, tmp_path / "well.pth")
-    monkeypatch.chdir(tmp_path)
+    (here / "models_of_the_test.py").write_text(MODELS)
+    torch.save({"state_dict": Overflowing().state_dict(), "image": IMAGE, "logit": NONFINITE}, here / "sick.pth")
+    torch.save({"state_dict": nn.Linear(4, 4).state_dict(), "image": IMAGE, "logit": NONFINITE}, here / "lost.pth")
+    torch.save({"state_dict": nn.Linear(4, 4).state_dict(), "image": IMAGE}, here / "well.pth")
     monkeypatch.setattr(sys, "path", list(sys.path))
-    return tmp_path
+    return here
 
 
 SICK = ("sick.pth", "--model", "models_of_the_test.py:Overflowing")
@@ -51,8 +50,7 @@ WELL = ("well.pth", "--model", "models_of_the_test.py:healthy")
 
 
 @pytest.mark.parametrize("given", [["--model", "models_of_the_test.py:Made"], ["--model=models_of_the_test.py:Made"]])
-def test_an_error_prints_the_whole_command_with_what_it_lacks(given, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_an_error_prints_the_whole_command_with_what_it_lacks(given, tmp_path):
     torch.save({"state_dict": {"stem.weight": torch.ones(1)}, "image": IMAGE}, "my dump.pth")
     made = "from torch import nn\nclass Made(nn.Module):\n    def __init__(self, width): self.stem = width\n"
     (tmp_path / "models_of_the_test.py").write_text(made)
@@ -152,8 +150,7 @@ def test_a_verb_offers_the_settings_that_it_acts_on(verb):
 
 
 @pytest.mark.parametrize("verb", cli.VERBS)
-def test_the_examples_of_a_verb_are_understood_by_it(verb, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_examples_of_a_verb_are_understood_by_it(verb):
     command = find_verb(verb)
     assert command.examples
     for example in command.examples:
@@ -245,7 +242,6 @@ def test_wrong_usage_is_told_before_anything_runs(arguments, message):
         (["inspect", "nowhere.pth"], "nowhere.pth"),
         (["plot", "nowhere.pth"], "nowhere.pth"),
         (["replay", "sick.pth"], "not the model's code"),
-        (["replay", "sick.pth", "--model", "Overflowing"], "does not say where to look"),
         (
             ["replay", "sick.pth", "--model", "models_of_the_test.py"],
             "models_of_the_test.py defines healthy and broken.",
@@ -259,9 +255,6 @@ def test_wrong_usage_is_told_before_anything_runs(arguments, message):
         (["replay", *WELL, "--model-arg", "depth=3"], "unexpected keyword argument 'depth'"),
         (["replay", *WELL, "--model-arg", "depth=3"], """'cfg={"width": 16}'"""),
         (["replay", *WELL, "--model-arg", "width=5"], "weight (4, 4) for (5, 5)"),
-        (["replay", *WELL, "--inputs", "pixels"], "no array 'pixels'"),
-        (["replay", *WELL, "--output", "pixels"], "no array 'pixels'"),
-        (["replay", *WELL, "--call", "models_of_the_test.py:step"], "has no 'step'"),
         (["replay", *WELL, "--loss", "loss"], "does not say where to look"),
     ],
 )

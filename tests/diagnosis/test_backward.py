@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from strangers.visits import Lifted
 from torch import nn
 
 
@@ -53,16 +54,9 @@ class Recurrent(nn.Module):
         return state
 
 
-class Branching(nn.Module):
+def branching(lifted, _):
     """An activation in fp16 that goes to several ops."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Linear(8, 8)
-
-    def forward(self, x):
-        stem = self.stem(x)
-        return torch.stack([stem * factor for factor in (1.0, 1.5, 0.5, 1.2)]).float().sum(0)
+    return torch.stack([lifted * factor for factor in (1.0, 1.5, 0.5, 1.2)]).float().sum(0)
 
 
 class Tied(nn.Module):
@@ -76,12 +70,10 @@ class Tied(nn.Module):
         return (x * self.weight).float() + (x * self.weight).float()
 
 
-class Hooked(Branching):
-    def forward(self, x):
-        stem = self.stem(x)
-        if stem.requires_grad:
-            stem.register_hook(lambda gradient: gradient * float("inf"))
-        return torch.stack([stem, stem * 1.5]).float().sum(0)
+def hooked(lifted, _):
+    if lifted.requires_grad:
+        lifted.register_hook(lambda gradient: gradient * float("inf"))
+    return torch.stack([lifted, lifted * 1.5]).float().sum(0)
 
 
 @pytest.fixture
@@ -97,7 +89,7 @@ def replay_scaled(replay):
     ("model", "x", "scale", "place"),
     [
         (Recurrent, torch.ones(64, 8), 512.0, "4 gradients at `self.cell(state)`"),
-        (Branching, torch.ones(4, 8), 30000.0, "4 gradients at `self.stem(x)`"),
+        (Lifted(branching), torch.ones(4, 8), 30000.0, "4 gradients at `self.lift(x)`"),
         (Tied, torch.ones(4, 8).half(), 40000.0, "2 gradients at `x * self.weight`"),
     ],
 )
@@ -110,12 +102,12 @@ def test_a_sum_of_gradients_that_overflows_is_named(replay_scaled, model, x, sca
 
 
 def test_a_sum_that_fails_at_scale_1_is_a_gradient_overflow(replay_scaled):
-    report = replay_scaled(Branching, torch.ones(4, 8), 1.0, factor=30000.0)
+    report = replay_scaled(Lifted(branching), torch.ones(4, 8), 1.0, factor=30000.0)
     assert report.cause.code == "gradient-overflow"
-    assert report.headline == "The sum of 4 gradients at `self.stem(x)` is non-finite in fp16 and finite in fp32"
+    assert report.headline == "The sum of 4 gradients at `self.lift(x)` is non-finite in fp16 and finite in fp32"
 
 
 def test_a_hook_that_spoils_a_sum_is_not_told_as_one(replay_scaled):
-    report = replay_scaled(Hooked, torch.ones(4, 8), 1.0)
+    report = replay_scaled(Lifted(hooked), torch.ones(4, 8), 1.0)
     assert report.cause is None
     assert "no operation made it so" in report.headline
