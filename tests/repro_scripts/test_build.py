@@ -20,7 +20,7 @@ NOT_BY_AN_OP = ("poisoned_buffers", "weights_only")
 
 RANDOM = "gate/dropout-scale"
 # A custom autograd Function is the project's own code.
-OUT_OF_REACH = {"function/swish", "function/log-cosh"}
+OUT_OF_REACH = {"function/swish"}
 CASES = {case.name: case for case in all_cases()}
 OF_OPS = [case for case in CASES.values() if case.verdict not in ("state", "input") and case.optimizer is None]
 SICK = [case for case in OF_OPS if case.name not in {*OUT_OF_REACH, RANDOM}]
@@ -92,7 +92,7 @@ def test_the_scripts_of_sick_models_fail_as_they_say(scripts):
     done = run_bare("-c", RUN_ALL, *map(str, scripts.values()))
     *lines, strangers = done.stdout.splitlines()
     assert [line for line in lines if not (line.startswith("ok ") and line.endswith(" True"))] == []
-    assert len(lines) == len(SICK) >= 30
+    assert len(lines) == len(SICK) >= 25
     assert not any(name.startswith(("nandoctor", "sick_models")) for name in strangers.split("'"))
 
 

@@ -1,4 +1,4 @@
-"""Gradients that only fp16 cannot hold, custom Functions with a careless backward, and loss scales that are too high.
+"""Gradients that only fp16 cannot hold, a custom Function with a careless backward, and loss scales that are too high.
 
 In: nothing. Out: `CASES` of the rows "fp16 gradient", "custom Function" and "loss scale".
 """
@@ -97,39 +97,6 @@ class Depthwise(nn.Module):
         return self.head(self.activate(self.filter(self.expand(image))))
 
 
-class LogCosh(Function):
-    """log(cosh(x)), stable forward, with tanh spelled out in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.abs() + torch.log1p(torch.exp(-2 * x.abs())) - 0.6931471805599453
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        up, down = torch.exp(x.float()), torch.exp(-x.float())
-        return gradient * ((up - down) / (up + down)).to(gradient.dtype)
-
-
-class LoadForecast(nn.Module):
-    """A day of load [batch, 24, 2] -> the cost of tomorrow's error, which the model computes itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.read = nn.LSTM(2, 8, batch_first=True)
-        self.head = nn.Linear(8, 1)
-
-    def forward(self, load: Tensor, tomorrow: Tensor) -> tuple[Tensor, Tensor]:
-        forecast = self.head(self.read(load)[0][:, -1]).squeeze(-1).float()
-        cost = LogCosh.apply(forecast - tomorrow)
-        return cost.mean(), forecast
-
-
-def its_own_cost(output: tuple[Tensor, Tensor], _batch: Batch) -> Tensor:
-    return output[0]
-
-
 class BikeCounts(nn.Module):
     """A table [batch, 6] whose hidden features are around a hundred."""
 
@@ -194,15 +161,6 @@ CASES = (
         loss=classes,
         line="grown_x = torch.exp(x.float())",
         repair={"build": seeded(Depthwise, gain=1.0)},
-    ),
-    case(
-        "function/log-cosh",
-        seeded(LoadForecast),
-        lambda: {"load": randn(2, 24, 2), "tomorrow": torch.tensor([-120.0, 3.0])},
-        "numerics . exp exp-overflow",
-        loss=its_own_cost,
-        line="up, down = torch.exp(x.float()), torch.exp(-x.float())",
-        repair={"batch": lambda: {"load": randn(2, 24, 2), "tomorrow": torch.tensor([-12.0, 3.0])}},
     ),
     case(
         "scale/bike-counts",

@@ -66,33 +66,6 @@ class SoundSource(nn.Module):
         return x / x.norm(dim=-1, keepdim=True).type_as(x)
 
 
-class MultipliedMask(nn.Module):
-    """(1 - mask) * -inf, which is NaN exactly where the mask lets through."""
-
-    def __init__(self, width: int, *, fill: bool) -> None:
-        super().__init__()
-        self.score = nn.Linear(width, 1)
-        self.fill = fill
-
-    def forward(self, frames: Tensor, mask: Tensor) -> Tensor:
-        scores = self.score(frames).squeeze(-1)
-        scores = scores.masked_fill(mask == 0, -torch.inf) if self.fill else scores + (1 - mask) * -torch.inf
-        return (scores.softmax(dim=-1).unsqueeze(-1) * frames).sum(dim=1)
-
-
-class ClipClassifier(nn.Module):
-    """Video frames [batch, time, 10] -> logits."""
-
-    def __init__(self, *, fill: bool) -> None:
-        super().__init__()
-        self.frame = nn.Linear(10, 12)
-        self.attend = MultipliedMask(12, fill=fill)
-        self.head = nn.Linear(12, 3)
-
-    def forward(self, frames: Tensor, mask: Tensor) -> Tensor:
-        return self.head(self.attend(torch.tanh(self.frame(frames)), mask))
-
-
 class SlopedAttention(nn.Module):
     """A -inf causal buffer, meant and innocent, multiplied by a learned gate per head; a gate of zero spoils it."""
 
@@ -124,12 +97,6 @@ class MusicModel(nn.Module):
         return self.head(self.blend(self.notes(notes)))
 
 
-def frames_and_mask() -> Batch:
-    mask = torch.ones(2, 6)
-    mask[0, 4:] = 0
-    return {"frames": randn(2, 6, 10), "mask": mask}
-
-
 def the_same_recordings() -> Batch:
     known = randn(40, 40)
     return {"recording": known.clone(), "known": known}
@@ -151,14 +118,6 @@ CASES = (
         "precision angle acos invalid-domain",
         line="torch.acos(cosine.clamp(-self.limit, self.limit)",
         repair={"build": seeded(SoundSource, limit=0.999)},
-    ),
-    case(
-        "form/multiplied-mask",
-        seeded(ClipClassifier, fill=False),
-        frames_and_mask,
-        "numerics attend mul indeterminate-form",
-        line="scores + (1 - mask) * -torch.inf",
-        repair={"build": seeded(ClipClassifier, fill=True)},
     ),
     case(
         "form/gated-mask",

@@ -67,18 +67,6 @@ def hand_written_cross_entropy(output: Batch, batch: Batch) -> Tensor:
     return -(target * torch.log(probability) + (1 - target) * torch.log(1 - probability)).mean()
 
 
-class Chooser(nn.Module):
-    """Items [batch, 5, 8] -> log-probability of each, as the log of a softmax that can underflow."""
-
-    def __init__(self, gain: float) -> None:
-        super().__init__()
-        self.score = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), scaled(nn.Linear(16, 1), gain))
-
-    def forward(self, items: Tensor) -> Tensor:
-        scores = self.score(items).squeeze(-1)
-        return torch.log(scores.softmax(dim=-1))
-
-
 CASES = (
     case(
         "exponential/softplus-by-hand",
@@ -106,13 +94,5 @@ CASES = (
         phase="loss",
         line="(1 - target) * torch.log(1 - probability)",
         repair={"build": seeded(Spam, gain=1.0)},
-    ),
-    case(
-        "sigmoid/log-of-softmax",
-        seeded(Chooser, gain=400.0),
-        lambda: {"items": randn(3, 5, 8)},
-        "numerics . log log-of-zero",
-        line="torch.log(scores.softmax(dim=-1))",
-        repair={"build": seeded(Chooser, gain=1.0)},
     ),
 )

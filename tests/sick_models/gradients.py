@@ -1,4 +1,4 @@
-"""Forward passes without a fault whose gradients are infinite in every precision: singular points and where traps.
+"""Forward passes without a fault whose gradients are infinite in every precision: a singular point and a where trap.
 
 In: nothing. Out: `CASES` of the rows "gradient singularity" and "where trap".
 """
@@ -8,23 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sick_models.case import Batch, biased, case, rand, randn, scaled, seeded
-
-
-class Signatures(nn.Module):
-    """Two signatures [batch, 1, 8, 8] -> their distance, by the same tower; a pair can be the same picture twice."""
-
-    def __init__(self, eps: float) -> None:
-        super().__init__()
-        self.tower = nn.Sequential(nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(216, 10))
-        self.eps = eps
-
-    def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        difference = self.tower(left) - self.tower(right)
-        return torch.sqrt(difference.square().sum(dim=-1) + self.eps)
-
-
-def contrastive(output: Tensor, batch: Batch) -> Tensor:
-    return torch.where(batch["same"], output.square(), F.relu(1 - output).square()).mean()
 
 
 class PoseHead(nn.Module):
@@ -48,38 +31,6 @@ def geodesic(output: Tensor, _batch: Batch) -> Tensor:
     return torch.acos((trace - 1) / 2).mean()
 
 
-class PairDistances(nn.Module):
-    """Distances between all atoms; the diagonal is zero and hidden by a where."""
-
-    def __init__(self, *, guarded: bool) -> None:
-        super().__init__()
-        self.guarded = guarded
-
-    def forward(self, places: Tensor) -> Tensor:
-        squared = (places[:, None] - places[None]).square().sum(dim=-1)
-        apart = squared > 0
-        safe = torch.where(apart, squared, 1.0) if self.guarded else squared
-        return torch.where(apart, torch.sqrt(safe), 0.0)
-
-
-class ForceField(nn.Module):
-    """Atoms {"atoms": [n, 5]} -> {"energy"}, from distances in a learned space."""
-
-    def __init__(self, *, guarded: bool) -> None:
-        super().__init__()
-        self.place = nn.Sequential(nn.Linear(5, 12), nn.Tanh(), nn.Linear(12, 3))
-        self.distances = PairDistances(guarded=guarded)
-        self.radial = nn.Sequential(nn.Linear(1, 8), nn.SiLU(), nn.Linear(8, 1))
-
-    def forward(self, inputs: Batch) -> Batch:
-        distances = self.distances(self.place(inputs["atoms"]))
-        return {"energy": self.radial(distances.unsqueeze(-1)).mean()}
-
-
-def squared_energy(output: Batch, _batch: Batch) -> Tensor:
-    return output["energy"].float().square()
-
-
 class ClickRate(nn.Module):
     """Clicks over views from two heads of a table [batch, 6]; the rate is hidden where there were no views."""
 
@@ -99,23 +50,7 @@ def error_of_the_rate(output: Tensor, batch: Batch) -> Tensor:
     return F.l1_loss(output, batch["rate"])
 
 
-def signatures(*, same_picture: bool) -> Batch:
-    left, right = randn(3, 1, 8, 8), randn(3, 1, 8, 8, seed=1)
-    if same_picture:
-        right[1] = left[1]
-    return {"left": left, "right": right, "same": torch.tensor([False, True, True])}
-
-
 CASES = (
-    case(
-        "singularity/same-signature",
-        seeded(Signatures, eps=0.0),
-        lambda: signatures(same_picture=True),
-        "numerics . sqrt gradient-singularity",
-        loss=contrastive,
-        line="torch.sqrt(difference.square().sum(dim=-1) + self.eps)",
-        repair={"build": seeded(Signatures, eps=1e-6)},
-    ),
     case(
         "singularity/identity-rotation",
         seeded(PoseHead, spin=0.0),
@@ -124,15 +59,6 @@ CASES = (
         loss=geodesic,
         line="torch.acos((trace - 1) / 2).mean()",
         repair={"build": seeded(PoseHead, spin=0.5)},
-    ),
-    case(
-        "where/pair-distances",
-        seeded(ForceField, guarded=False),
-        lambda: {"atoms": randn(6, 5)},
-        "numerics distances sqrt where-gradient-trap",
-        loss=squared_energy,
-        line="torch.where(apart, torch.sqrt(safe), 0.0)",
-        repair={"build": seeded(ForceField, guarded=True)},
     ),
     case(
         "where/click-rate",

@@ -1,4 +1,4 @@
-"""Divisions by zero and reductions of nothing: empty masks, ignored labels, single elements.
+"""Divisions by zero and reductions of nothing: empty organs, nothing measured, ignored labels.
 
 In: nothing. Out: `CASES` of the row "0/0, empty mean".
 """
@@ -8,34 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sick_models.case import Batch, case, rand, randn, seeded
-
-
-class MaskedAverage(nn.Module):
-    """Mean over the words that are there, divided by their number."""
-
-    def __init__(self, *, at_least_one: bool) -> None:
-        super().__init__()
-        self.at_least_one = at_least_one
-
-    def forward(self, words: Tensor, mask: Tensor) -> Tensor:
-        count = mask.sum(dim=1, keepdim=True)
-        if self.at_least_one:
-            count = count.clamp(min=1)
-        return (words * mask.unsqueeze(-1)).sum(dim=1) / count
-
-
-class SentenceEncoder(nn.Module):
-    """Words [batch, length, 8] in a dict with their mask -> unit vectors."""
-
-    def __init__(self, *, at_least_one: bool) -> None:
-        super().__init__()
-        self.lift = nn.Linear(8, 12)
-        self.pool = MaskedAverage(at_least_one=at_least_one)
-        self.project = nn.Linear(12, 6)
-
-    def forward(self, inputs: Batch) -> Tensor:
-        pooled = self.pool(torch.relu(self.lift(inputs["words"])), inputs["mask"])
-        return F.normalize(self.project(pooled), dim=-1)
 
 
 class DepthNetwork(nn.Module):
@@ -95,14 +67,6 @@ def dice_without_eps(output: Batch, batch: Batch) -> Tensor:
     return (1 - 2 * overlap / (probability + organ).sum(dim=(1, 2, 3, 4))).mean()
 
 
-def sentences(*, empty: bool) -> Batch:
-    mask = torch.ones(3, 5)
-    mask[0, 2:] = 0
-    if empty:
-        mask[1] = 0
-    return {"words": randn(3, 5, 8), "mask": mask}
-
-
 def measured(*, any_valid: bool) -> Batch:
     valid = torch.full((2, 8, 8), any_valid)
     return {"image": rand(2, 3, 8, 8), "depth": rand(2, 8, 8, seed=1), "valid": valid}
@@ -116,14 +80,6 @@ def labelled(*, some: bool) -> Batch:
 
 
 CASES = (
-    case(
-        "ratio/empty-sentence",
-        seeded(SentenceEncoder, at_least_one=False),
-        lambda: sentences(empty=True),
-        "numerics pool div division-by-zero",
-        line="(words * mask.unsqueeze(-1)).sum(dim=1) / count",
-        repair={"build": seeded(SentenceEncoder, at_least_one=True)},
-    ),
     case(
         "ratio/no-organ",
         seeded(Segmenter),

@@ -24,21 +24,6 @@ class Microscope(nn.Module):
         return self.head(self.body(self.norm(self.stem(counts))))
 
 
-class Telemetry(nn.Module):
-    """Sensor values and their epoch seconds, each projected, then a GRU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.values = nn.Linear(5, 12)
-        self.clock = scaled(nn.Linear(1, 12, bias=False), 1e-9)
-        self.track = nn.GRU(12, 12, batch_first=True)
-        self.head = nn.Linear(12, 2)
-
-    def forward(self, readings: Tensor, seconds: Tensor) -> Tensor:
-        x = torch.tanh(self.values(readings) + self.clock(seconds))
-        return self.head(self.track(x)[0][:, -1])
-
-
 class KernelAttention(nn.Module):
     """Linear attention with the kernel elu + 1: sums over every position before it normalises."""
 
@@ -116,14 +101,6 @@ CASES = (
         "precision stem conv2d input-cast-overflow",
         line="self.body(self.norm(self.stem(counts)))",
         repair={"batch": lambda: {"counts": rand(2, 1, 20, 20)}},
-    ),
-    case(
-        "input/telemetry-clock",
-        seeded(Telemetry),
-        lambda: {"readings": randn(2, 7, 5), "seconds": 1.7e9 + 60.0 * torch.arange(14.0).view(2, 7, 1)},
-        "precision clock linear input-cast-overflow",
-        line="self.values(readings) + self.clock(seconds)",
-        repair={"batch": lambda: {"readings": randn(2, 7, 5), "seconds": 60.0 * torch.arange(14.0).view(2, 7, 1)}},
     ),
     case(
         "long-sum/linear-attention",

@@ -20,7 +20,7 @@ from nandoctor.machine import is_out_of_memory
 from nandoctor.step import setup as replay_setup
 from nandoctor.step.model_loading import build_model
 
-BACKWARD = [case for case in all_cases() if case.phase == "backward"][::8]
+BACKWARD = [case for case in all_cases() if case.phase == "backward"][::5]
 
 
 @pytest.fixture
