@@ -28,7 +28,7 @@ def replay(path, points, loss):
 
 
 @pytest.mark.parametrize("is_marked", [True, False])
-def test_a_loss_takes_gradients_of_inputs_that_were_saved_with_or_without_the_mark(is_marked, tmp_path):
+def test_a_loss_takes_gradients_of_its_inputs(is_marked, tmp_path):
     points = torch.tensor([[1.0, 2.0], [0.0, 1.0]], requires_grad=is_marked)
     report = replay(tmp_path / "dump.pth", points, slope)
     assert report.verdict == "numerics"
@@ -36,7 +36,7 @@ def test_a_loss_takes_gradients_of_inputs_that_were_saved_with_or_without_the_ma
 
 
 @pytest.mark.parametrize(("is_marked", "names"), [(True, ["points"]), (False, [])])
-def test_gradients_of_inputs_are_looked_at_if_they_were_saved_with_the_mark(is_marked, names, tmp_path):
+def test_gradients_of_marked_inputs_are_looked_at(is_marked, names, tmp_path):
     points = torch.tensor([[1.0, 2.0], [0.0, 0.0]], requires_grad=is_marked)
     report = replay(tmp_path / "dump.pth", points, lambda radius, batch: radius.mean())
     assert [gradient.path for gradient in report.bad_gradients] == names
