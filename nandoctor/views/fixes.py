@@ -14,11 +14,10 @@ from nandoctor.causes.log_space import STABLE_FORM
 from nandoctor.changes.log_space import StableLog
 from nandoctor.dumps.recorded_format import as_option, names_object
 from nandoctor.evidence.edits import SourcePatch, flatten
-from nandoctor.evidence.formats import FP64
-from nandoctor.evidence.report import Check, Fix, FixSettings, Report, TrialOutcome
+from nandoctor.evidence.report import Check, Fix, FixSettings, Report
 from nandoctor.source_files import PACKAGE_FOLDERS
 from nandoctor.step.settings import OPTIONS
-from nandoctor.text import constant, join_words, percent, plural, printable, within
+from nandoctor.text import constant, join_words, percent, plural, printable
 from nandoctor.views.blocks import Block, Fact, Facts, Level, Patch, Section
 
 VISIBLE_ERROR = 0.01
@@ -47,7 +46,7 @@ def _first_fix(report: Report, verified: Sequence[Fix]) -> Section:
     facts = [*how_to_apply(first, report), *_check_facts(first), *reason_facts(first), *_better_facts(report)]
     if others:
         more = f"; {len(others) - 1} more in the report" if len(others) > 1 else ""
-        facts.append(Fact("or", f"{others[0].title} ({describe_outcome(others[0].outcome, report)}){more}"))
+        facts.append(Fact("or", f"{others[0].title} ({checked_first(others[0])}){more}"))
     return Section(f"Fix{of}, verified: {first.title}", [code_of_fix(first, brief=True), Facts(facts)])
 
 
@@ -56,7 +55,7 @@ def _no_fix(report: Report, fixes: Sequence[Fix]) -> Section | None:
     heading = no_fix_heading(report)
     if not heading:
         return None
-    tried = [Fact("tried", f"{fix.title} ({describe_result(fix, report)})") for fix in fixes[:_MAX_LISTED]]
+    tried = [Fact("tried", f"{fix.title} ({describe_result(fix)})") for fix in fixes[:_MAX_LISTED]]
     more = f", of {plural(len(fixes), 'change')}" if len(fixes) > _MAX_LISTED else ""
     blocks: list[Block] = [Facts([*tried, *(Fact("why", note) for note in report.search_notes)])]
     if fixes and fixes[0].workaround is not None and fixes[0].patch:
@@ -70,7 +69,7 @@ def _all_fixes(report: Report, verified: Sequence[Fix], others: Sequence[Fix]) -
     if not title:
         return None
     shown = [_whole_fix(fix, number, report) for number, fix in enumerate(verified, 1)]
-    failed = [Section(f"{fix.title} ({describe_result(fix, report)})", [code_of_fix(fix)]) for fix in others]
+    failed = [Section(f"{fix.title} ({describe_result(fix)})", [code_of_fix(fix)]) for fix in others]
     more = plural(len(shown) - _MAX_OPEN, "more verified fix", "more verified fixes")
     rest = plural(len(failed), "change that was not verified", "changes that were not verified")
     folds = [Section(more, shown[_MAX_OPEN:], folded=True), Section(rest, failed, folded=True)]
@@ -104,22 +103,24 @@ def sort_fixes(report: Report) -> list[Fix]:
 
     def key(fix: Fix) -> tuple[bool, bool, bool, bool, int]:
         is_right = any(check.name == "output" and check.status == "passed" for check in fix.checks)
-        is_failed = describe_result(fix, report).startswith("failed")
+        is_failed = describe_result(fix).startswith("failed")
         return not fix.verified, fix.workaround is None, not is_right, is_failed, fix.rank
 
     return sorted(report.fixes, key=key)
 
 
-def describe_result(fix: Fix, report: Report) -> str:
-    """Return what came of a fix, in words: "verified", "failed: still non-finite", "finite, but 4.7 % off fp32"."""
+def checked_first(fix: Fix) -> str:
+    """Return the finding of the first check, on the output: "finite, 0.06 % off fp32"."""
+    return fix.checks[0].text if fix.checks else "unchecked"
+
+
+def describe_result(fix: Fix) -> str:
+    """Return what came of a fix, in words: "verified", "failed: still non-finite", "finite, 4.7 % off fp32"."""
     if fix.verified or fix.workaround is not None:
         return "verified" if fix.verified else f"workaround: {fix.workaround}"
-    error = fix.outcome.max_rel_err
     if not fix.outcome.finite:
-        return f"failed: {describe_outcome(fix.outcome, report)}"
+        return f"failed: {'still non-finite' if fix.outcome.ran else 'the step cannot be run with it'}"
     failed = next((check for check in fix.checks if check.status == "failed"), None)
-    if error is not None and error > VISIBLE_ERROR and (failed is None or failed.name == "output"):
-        return f"finite, but {percent(error)} off {_reference(report)}"
     if failed is not None:
         return failed.text if failed.name == "output" else f"failed: {_describe_check(failed)}"
     return "finite when tried, but not written as code"
@@ -207,23 +208,6 @@ WHERE_TO_RUN = {
     "setting": "set it in the training loop",
     "advice": "no code to run: change it by hand",
 }
-
-
-def _reference(report: Report) -> str:
-    """Return what an outcome is compared with; if float64 fails too, that is fp32 with the change."""
-    exact = any(trial.setting.dtype is FP64 and trial.outcome.finite for trial in report.counterfactuals)
-    return "float64" if exact and report.verdict == "numerics" else "fp32"
-
-
-def describe_outcome(outcome: TrialOutcome, report: Report) -> str:
-    """Return a trial's outcome in words: "finite, within 0.06 % of fp32"."""
-    if not outcome.finite:
-        return "still non-finite" if outcome.ran else "the step cannot be run with it"
-    if outcome.max_rel_err is None:
-        return f"finite, nothing to compare with {_reference(report)}"
-    if outcome.max_rel_err == 0:
-        return f"finite, equal to {_reference(report)}"
-    return f"finite, {within(outcome.max_rel_err)} of {_reference(report)}"
 
 
 def code_of_fix(fix: Fix, name: str = "", *, brief: bool = False) -> Patch:

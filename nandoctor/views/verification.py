@@ -8,7 +8,7 @@ from nandoctor.evidence.report import Report
 from nandoctor.evidence.verification import CodeState, FixChoice, Verification, VerificationOutcome
 from nandoctor.text import brief, file_line, join_first, percent
 from nandoctor.views.blocks import Block, Fact, Facts, Headline, Section, Tone
-from nandoctor.views.fixes import code_of_fix, describe_outcome, every_check, how_to_apply, reason_facts, step_facts
+from nandoctor.views.fixes import checked_first, code_of_fix, every_check, how_to_apply, reason_facts, step_facts
 
 _SHOWN: dict[VerificationOutcome, tuple[str, Tone]] = {
     "fixed": ("FIXED:", "good"),
@@ -89,4 +89,4 @@ def _fix_facts(choice: FixChoice, report: Report) -> Iterator[Fact]:
     verified = (item for item in report.fixes if item.verified)
     for place, other in list(enumerate(verified, 1))[:_MAX_OTHERS]:
         if other is not chosen:
-            yield Fact(f"--pick {place}", f"{other.title}: {describe_outcome(other.outcome, report)}")
+            yield Fact(f"--pick {place}", f"{other.title}: {checked_first(other)}")

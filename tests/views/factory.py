@@ -362,7 +362,7 @@ def fixable():
                 title=title,
                 patch=patch if rank == 0 else "",
                 verified=verified,
-                checks=checks if rank == 0 else (),
+                checks=checks if verified else (),
                 outcome=sound if verified else failing,
                 rank=rank,
             )
