@@ -58,11 +58,6 @@ def comparable_values(tensor: torch.Tensor) -> torch.Tensor:
     return values.float() if is_fp8 else values  # fp8 has storage and casts, but hardly any other kernels
 
 
-def unexpanded(values: torch.Tensor) -> torch.Tensor:
-    """Return the numbers of a strided tensor, with one place in each dimension that repeats them."""
-    return values[tuple(slice(None if stride else 1) for stride in values.stride())] if 0 in values.stride() else values
-
-
 def as_stored(values: torch.Tensor) -> torch.Tensor:
     """Return the numbers of a strided tensor, once each and in memory order, for a reduction.
 
@@ -71,7 +66,7 @@ def as_stored(values: torch.Tensor) -> torch.Tensor:
     """
     if values.is_contiguous():
         return values
-    stored = unexpanded(values)
+    stored = values[tuple(slice(None if stride else 1) for stride in values.stride())]
     return stored.permute(sorted(range(stored.dim()), key=stored.stride().__getitem__, reverse=True))
 
 

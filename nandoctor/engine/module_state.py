@@ -29,7 +29,6 @@ from torch.nn.parameter import is_lazy
 
 from nandoctor.autocast.literals import Wider, recast
 from nandoctor.dumps.stored_tensor import is_dense
-from nandoctor.dumps.tensors import unexpanded
 from nandoctor.engine.call import Batch
 from nandoctor.errors import LossError
 from nandoctor.evidence.trace import ModuleCall, TensorStats
@@ -63,7 +62,6 @@ from nandoctor.trees import tree_map
 LARGE_NBYTES = 256 << 20
 """The size of weights from which on memory counts for more than the time that it takes to save it."""
 
-_EXPANDED_NBYTES = 32 << 20
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _HOLDS_NOTHING = frozenset({int, float, str, bool, type(None), FunctionType})
 
@@ -273,17 +271,6 @@ def widen_tensors(tensors: Iterable[torch.Tensor], wider: Wider, *, in_files: bo
     for tensor in tensors:
         if tensor.dtype in wider and not (is_lazy(tensor) or hasattr(type(tensor), "__tensor_flatten__")):
             tensor.data = to(tensor.data, wider[tensor.dtype])
-
-
-def copied_input(tensor: torch.Tensor, wider: Wider) -> torch.Tensor:
-    """Return a copy of an input for one run, in a wider format; of a large expanded one, only what it stores.
-
-    A smaller one is written out, so that the model may write to it.
-    """
-    is_small = tensor.layout is not torch.strided or memory_of([tensor]) < _EXPANDED_NBYTES
-    stored = tensor if is_small else unexpanded(tensor)
-    made: torch.Tensor = recast(wider, stored).clone()
-    return made if stored is tensor else made.expand(tensor.shape)
 
 
 _DRAWING = frozenset(

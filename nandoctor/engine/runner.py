@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from nandoctor.autocast.literals import recast
 from nandoctor.autocast.policy import EXACT, Policy, apply_policy, kernels_kept
 from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.engine import user_code
 from nandoctor.engine.call import Batch, Call, Mode, Randomness, in_mode, recorded_backends, seeded
 from nandoctor.engine.interventions import choose_mode, intervene, loss_in_fp32, printed_changes, select_samples
 from nandoctor.engine.module_state import (
-    copied_input,
     copied_state,
     draw_in_fp32,
     find_outside,
@@ -196,7 +196,7 @@ def _record(step: FailingStep, watch: Watch, *, grad: bool) -> tuple[Outcome, Ex
 
 def _record_once(step: FailingStep, watch: Watch, grad: bool, large: bool) -> tuple[Outcome, Exception | None]:
     mode, call = step.mode, select_samples(flatten(step.changes), step.call)
-    batch = {name: copied_input(tensor, mode.policy.wider) for name, tensor in call.batch.items()}
+    batch = {name: recast(mode.policy.wider, tensor).clone() for name, tensor in call.batch.items()}
     with_grad = {name: tensor for name, tensor in batch.items() if name in call.with_grad}
     leaves = {name: it.requires_grad_() for name, it in with_grad.items() if it.is_floating_point() or it.is_complex()}
     with torch.enable_grad():  # the model may write to an input in place, which it may not to a leaf

@@ -11,10 +11,8 @@ from sick_models.judging import diagnose
 from torch import nn
 
 from nandoctor import file_memory
-from nandoctor.autocast.policy import REFERENCE
 from nandoctor.case import replay
 from nandoctor.engine import module_state
-from nandoctor.engine.module_state import copied_input
 from nandoctor.errors import ModelError
 from nandoctor.machine import is_out_of_memory
 from nandoctor.step import setup as replay_setup
@@ -106,11 +104,3 @@ def test_exceptions_that_came_from_each_other_have_an_end():
     first, second = RuntimeError("shapes"), ValueError("of a leaf")
     first.__cause__, second.__cause__ = second, first
     assert not is_out_of_memory(first)
-
-
-def test_an_expanded_input_stays_expanded_in_a_run():
-    large, small = torch.ones(1).half().expand(1 << 42), torch.ones(1, 3).expand(5, 3)
-    copy = copied_input(large, REFERENCE.wider)
-    assert (copy.shape, copy.dtype, copy.untyped_storage().nbytes()) == (large.shape, torch.float32, 4)
-    assert copied_input(small, REFERENCE.wider).mul_(2).tolist() == [[2.0] * 3] * 5
-    assert small.tolist() == [[1.0] * 3] * 5
