@@ -103,24 +103,17 @@ class PickledArray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchName:
-    """A stand-in for a dtype, device or quantization scheme of torch."""
+    """A stand-in for a dtype, which stands for the class of its storages too, a device or a quantization scheme."""
 
     name: str
 
     def __str__(self) -> str:
         return self.name
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StorageKind:
-    """A stand-in for the class of a storage, which says of what dtype its elements are."""
-
-    dtype: str
-
     @property
     def item_nbytes(self) -> int:
         """The bytes of an element, by the bits in the dtype's name; 1 for a bool, and for two or four in a byte."""
-        bits = re.search(r"\d+", self.dtype)
+        bits = re.search(r"\d+", self.name)
         return max(int(bits[0]) // 8, 1) if bits else 1
 
 

@@ -19,7 +19,6 @@ from nandoctor.dumps.stored_tensor import (
     NESTED,
     PickledArray,
     PickledDtype,
-    StorageKind,
     StoredStorage,
     TorchName,
     is_tensor,
@@ -183,14 +182,14 @@ class _Unpickler(pickle._Unpickler):  # the one in Python: that in C executes ev
     def persistent_load(self, reference: Any) -> object:
         """Return the storage that is referred to; each is made once, and must be as long as its tensors say."""
         parts: tuple[Any, ...] = reference if type(reference) is tuple and len(reference) == 5 else ()
-        if [*map(type, parts)] != [str, StorageKind, str, str, int] or parts[4] < 0:
+        if [*map(type, parts)] != [str, TorchName, str, str, int] or parts[4] < 0:
             raise pickle.UnpicklingError("no storage of its own")
         _, kind, key, _, numel = parts
         if key not in self._members or self._members[key].nbytes != numel * kind.item_nbytes:
             raise damaged("the data of a tensor is missing or has the wrong size")
         if key not in self._storages:
             member = self._members[key]
-            self._storages[key] = StoredStorage(data=member.of(self._data), offset=member.offset, dtype=kind.dtype)
+            self._storages[key] = StoredStorage(data=member.of(self._data), offset=member.offset, dtype=kind.name)
         return self._storages[key]
 
     def load_build(self) -> None:
@@ -421,7 +420,7 @@ def _find_stand_in(module: str, attribute: str) -> object:
     if name in _STAND_INS:
         return _STAND_INS[name]
     if module in ("torch", "torch.cuda", "torch.storage") and attribute in _STORAGE_DTYPES:
-        return StorageKind(dtype=_STORAGE_DTYPES[attribute])
+        return TorchName(name=_STORAGE_DTYPES[attribute])
     if _TORCH_VALUE.fullmatch(name):
         return TorchName(name=name)
     if _BOOKKEEPING.fullmatch(name):

@@ -17,7 +17,7 @@ from wording import plain_text
 from nandoctor.dumps import unpickle
 from nandoctor.dumps.dump import summarize
 from nandoctor.dumps.reader import read_dump
-from nandoctor.dumps.stored_tensor import StorageKind, StoredStorage, StoredTensor, TorchName, rebuild
+from nandoctor.dumps.stored_tensor import StoredStorage, StoredTensor, TorchName, rebuild
 from nandoctor.dumps.tensors import count_nonfinite, to_torch
 from nandoctor.errors import DumpError
 from nandoctor.views.blocks import document
@@ -139,7 +139,7 @@ def test_the_names_of_torchs_values_are_all_known():
     named = {f"torch.{name}" for name in dir(torch) if unpickle._TORCH_VALUE.fullmatch(f"torch.{name}")}
     assert named == {str(value) for value in vars(torch).values() if isinstance(value, (torch.dtype, torch.qscheme))}
     for dtype in unpickle._STORAGE_DTYPES.values():
-        assert StorageKind(dtype=dtype).item_nbytes == getattr(torch, dtype).itemsize
+        assert TorchName(name=dtype).item_nbytes == getattr(torch, dtype).itemsize
 
 
 REBUILD = forge.name("torch._utils", "_rebuild_tensor_v2")
