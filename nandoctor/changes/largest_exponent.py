@@ -78,15 +78,10 @@ def _largest_of_groups(expression: Expression, scatter: OpCall, logits: str) -> 
         raise CannotWriteError
     added = Expression(editor, node, scatter)
     start, dim, index = (definitions.text_at(added.argument_node(name), place) for name in ("self", "dim", "index"))
-    start = f"{grouped(start)}.to({logits}.dtype)" if _differ_in_format(expression.op, scatter) else grouped(start)
+    taken, given = (op.inputs[0].stats if op is not None else None for op in (expression.op, scatter))
+    differs = taken is not None and given is not None and taken.dtype is not given.dtype  # as under autocast
+    start = f"{grouped(start)}.to({logits}.dtype)" if differs else grouped(start)
     is_flat = len(scatter.outputs[0].shape) == 1  # then both do the same, and torch calls index_reduce a beta
     reduce, gather = _SCATTERS["scatter_add" if is_flat else scatter.op]
     largest = f'{start}.{reduce}({dim}, {index}, {logits}, "amax", include_self=False)'
     return f"{largest}.{gather}({dim}, {index})"
-
-
-def _differ_in_format(power: OpCall | None, scatter: OpCall) -> bool:
-    """Return True if the exponents have another format than what the powers are added to, as under autocast."""
-    taken = power.inputs[0].stats if power is not None else None
-    start = scatter.inputs[0].stats
-    return taken is not None and start is not None and taken.dtype is not start.dtype
