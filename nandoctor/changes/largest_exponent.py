@@ -12,10 +12,11 @@ from nandoctor.changes.source_tree import CannotWriteError, grouped
 from nandoctor.changes.source_writer import SourceWriter
 from nandoctor.evidence.edits import OpSite, SingleEdit, kind_of_change
 from nandoctor.evidence.trace import OpCall
+from nandoctor.ops import CASTS, PRODUCTS
 
 _GROUPS = "groups"
 _STEPS = 8
-_SUMS = frozenset({"sum", "mean", "cumsum"})
+_SUMS = frozenset({"sum", "mean"})
 _SCATTERS = {"index_add": ("index_reduce", "index_select"), "scatter_add": ("scatter_reduce", "gather")}
 """Sums into groups, with what takes the maximum of each group, and what gives it back to its members."""
 
@@ -25,7 +26,9 @@ class SubtractLargest(SingleEdit):
     """Subtract the largest exponent before an exponential: all powers get a common factor, and their shares stay.
 
     `along` are the dimensions that have a largest exponent, as code; "" stands for all, "groups" for the groups into
-    which powers are summed by an index. Whether the step makes shares alone is not looked for: a run has to show it.
+    which powers are summed by an index. It is `exact` if just these powers are summed. Whether the step makes shares
+    alone is not looked for: a run has to show it. Small exponents stay as they are: an eps or a mask of -1e9 would not
+    be small beside what is added to them.
     """
 
     why: ClassVar[str] = "A common factor of all powers cancels in their shares; now the largest power is 1."
@@ -34,6 +37,12 @@ class SubtractLargest(SingleEdit):
     kind: Literal["subtract-largest"] = "subtract-largest"
     site: OpSite
     along: str
+    exact: bool
+
+    @property
+    def loses(self) -> str:
+        """The small powers beside the largest of others than those that they are summed with."""
+        return "" if self.exact else "powers may round to 0 beside the largest of others than they are summed with"
 
     @property
     def title(self) -> str:
@@ -51,9 +60,7 @@ class SubtractLargest(SingleEdit):
             largest = _largest_of_groups(expression, next(op for op in takers if op.op in _SCATTERS), again)
         else:
             largest = f"{again}.amax({f'{self.along}, keepdim=True' if self.along else ''})"
-        if any(op.op == "add" and dict(op.scalars).get("other") for op in takers):
-            largest = f"{largest}.clamp(min=0)"  # beside an eps nothing is added to small exponents
-        expression.editor.replace(exponent, f"{first} - {largest}.detach()", before)
+        expression.editor.replace(exponent, f"{first} - {largest}.clamp(min=0).detach()", before)
 
 
 def subtractions(power: OpCall, ops: Sequence[OpCall]) -> Iterator[SubtractLargest]:
@@ -67,7 +74,34 @@ def subtractions(power: OpCall, ops: Sequence[OpCall]) -> Iterator[SubtractLarge
     inner = [str(dim) for dim in range(1, rank)]
     each = [f"({', '.join(inner)})" if len(inner) > 1 else inner[0]] if inner else []
     for along in dict.fromkeys((*groups, *summed, *each, "")):
-        yield SubtractLargest(site=site_of(power), along=along)
+        yield SubtractLargest(site=site_of(power), along=along, exact=_sums_just(power, along, ops))
+
+
+def _sums_just(power: OpCall, along: str, ops: Sequence[OpCall]) -> bool:
+    """Return True if a run sums the powers along these dimensions or in groups, and nowhere else; False in doubt.
+
+    The largest one has to be in one of the sums: a mask, whose least number is 0, may leave it out.
+    """
+    rank, followed, has_largest = len(power.outputs[0].shape), {power.order: True}, False
+    for op in (op for op in ops[power.order + 1 :] if op.phase != "backward"):
+        taken = [followed[it.producer] for it in op.inputs if it.producer in followed]
+        if not taken or op.op == "div":  # what is divided is a share
+            continue
+        if op.op in CASTS or op.op == "mul":
+            factors = (it.stats for it in op.inputs if it.producer not in followed and it.stats is not None)
+            followed[op.order] = all(taken) and all(stats.min != 0 for stats in factors)
+            continue
+        is_first = op.op in PRODUCTS and op.inputs[0].producer in followed
+        dims = str(rank - 1) if is_first else _GROUPS if op.op in _SCATTERS else dims_of(op) if op.op in _SUMS else None
+        if dims is None or _counted(dims, rank) != _counted(along, rank):
+            return False
+        has_largest |= all(taken) and not is_first
+    return has_largest
+
+
+def _counted(dims: str, rank: int) -> str:
+    """Return a dimension counted from the first one."""
+    return str(int(dims) % rank) if dims.lstrip("-").isdigit() else dims
 
 
 def _largest_of_groups(expression: Expression, scatter: OpCall, logits: str) -> str:

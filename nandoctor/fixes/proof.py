@@ -201,7 +201,8 @@ def _judge_float64(proof: Proof) -> Said | None:
 def _judge_buffers(proof: Proof) -> Said | None:
     """Refuse a change that leaves state of the model non-finite which fp32 leaves finite, or otherwise than it means.
 
-    If nothing but its text can be run, counts are compared with the unchanged step's, which show what is called twice.
+    If nothing but its text can be run, that is compared with the unchanged step where this is finite, else its counts
+    alone, which show what is called twice.
     """
     spoilt, trials = proof.trials.list_spoilt(proof.made), proof.trials
     if spoilt:
@@ -209,11 +210,11 @@ def _judge_buffers(proof: Proof) -> Said | None:
         return Said("failed", f"{names} {are(len(spoilt))} left with NaN or Inf")
     if only_widens(proof.edit) or proof.change == proof.edit:
         return None
-    counts = is_text_alone(proof.edit)
-    meant = trials.reference() if counts else trials.reference(proof.edit)
+    is_alone = is_text_alone(proof.edit)
+    meant = trials.sound_reference(()) if is_alone else trials.reference(proof.edit)
     if not meant.ran:
         return None
-    name = unlike_state(trials.reference(proof.change), meant, counts=counts)
+    name = unlike_state(trials.reference(proof.change), meant, counts=is_alone and not meant.finite)
     return Said("failed", f"{name} is left otherwise than the change means") if name is not None else None
 
 
@@ -482,10 +483,16 @@ def _excuse(trials: Trials, made: Result, reference: Result) -> Said:
     return Said("failed", "output is not finite" if not made.values_finite else "gradients are not finite")
 
 
+def _judge_losses(proof: Proof) -> Said | None:
+    """Call a change a workaround if it may lose something on other batches."""
+    lost = next((single.loses for single in flatten((proof.edit,)) if single.loses), None)
+    return None if lost is None else Said("failed", lost, replaces=lost)
+
+
 def _judge_next_step(proof: Proof) -> Said | None:
     """Judge the change in the step after this one, if that begins with what this one has left."""
     after = with_step_before(proof.trials.step, proof.made.left)
-    return None if after is None else _run_on(proof, proof.trials.on(after).without_gradients)
+    return None if after is None else _run_on(proof, proof.trials.on(after))
 
 
 def _judge_hidden(proof: Proof) -> Said | None:
@@ -510,6 +517,7 @@ CRITERIA: tuple[tuple[str, Callable[[Proof], Said | None]], ...] = (
     ("exponents past the bound", _judge_past_bound),
     ("samples to blame alone", _judge_alone),
     *((name, partial(_judge_variation, name)) for name in (*VARIATIONS, OTHER_SEED)),
+    ("other batches", _judge_losses),
     ("next step", _judge_next_step),
     ("hidden values", _judge_hidden),
 )

@@ -43,11 +43,11 @@ WRITTEN = {
     ),
     "shares": (
         "w = x.exp()\nreturn (w * x).sum(-1) / w.sum(-1)", "exp",
-        ["w = (x - x.amax(-1, keepdim=True).detach()).exp()"],
+        ["w = (x - x.amax(-1, keepdim=True).clamp(min=0).detach()).exp()"],
     ),
     "shares of a masked sum": (
         "w = x.exp() * (x > 0)\nreturn w / (w.sum(-1, keepdim=True))", "exp",
-        ["w = (x - x.amax(-1, keepdim=True).detach()).exp() * (x > 0)"],
+        ["w = (x - x.amax(-1, keepdim=True).clamp(min=0).detach()).exp() * (x > 0)"],
     ),
     "shares with an eps": (
         "w = x.exp()\nreturn w / (w.sum(1, keepdim=True) + 1e-8)", "exp",
@@ -55,14 +55,15 @@ WRITTEN = {
     ),
     "running shares": (
         "w = x.exp()\nreturn (w * x).cumsum(1) / w.cumsum(1)", "exp",
-        ["w = (x - x.amax(1, keepdim=True).detach()).exp()"],
+        ["w = (x - x.amax(1, keepdim=True).clamp(min=0).detach()).exp()"],
     ),
     "shares of other sums": (
-        "w = x.exp()\nreturn w / w.t().sum(-1, keepdim=True)", "exp", ["w = (x - x.amax().detach()).exp()"],
+        "w = x.exp()\nreturn w / w.t().sum(-1, keepdim=True)", "exp",
+        ["w = (x - x.amax().clamp(min=0).detach()).exp()"],
     ),
     "shares that are scaled again": (
         "w = torch.exp(x).t()\nw /= w.sum()\nw /= w.sum(dim=1, keepdim=True)\nreturn w / w.sum(dim=0)", "exp",
-        ["w = torch.exp(x - x.amax(0, keepdim=True).detach()).t()"],
+        ["w = torch.exp(x - x.amax(0, keepdim=True).clamp(min=0).detach()).t()"],
     ),
     "a normal distribution": (
         "z = x / 2\nreturn torch.log(0.5 * (1 + torch.erf(z)))", "log",
@@ -158,15 +159,19 @@ WRITTEN = {
     ),
     "shares of groups": (
         "i, z = torch.tensor([0, 1, 0]), torch.zeros(2)\nx = x[0]\nw = x.exp()\nreturn w / z.index_add(0, i, w)[i]",
-        "exp", ['w = (x - z.scatter_reduce(0, i, x, "amax", include_self=False).gather(0, i).detach()).exp()'],
+        "exp",
+        ['w = (x - z.scatter_reduce(0, i, x, "amax", include_self=False).gather(0, i).clamp(min=0).detach()).exp()'],
     ),
     "shares of groups of rows": (
         "i, z = torch.tensor([0, 1, 0]), torch.zeros(2, 3)\nw = x.exp()\nreturn w / z.index_add(0, i, w)[i]",
-        "exp", ['w = (x - z.index_reduce(0, i, x, "amax", include_self=False).index_select(0, i).detach()).exp()'],
+        "exp",
+        ['w = (x - z.index_reduce(0, i, x, "amax", include_self=False).index_select(0, i)'
+         ".clamp(min=0).detach()).exp()"],
     ),
     "shares of groups in place": (
         "i, x = torch.tensor([0, 1, 0]), x[0]\nt = torch.zeros(2)\nw = x.exp()\nreturn w / t.scatter_add_(0, i, w)[i]",
-        "exp", ['w = (x - t.scatter_reduce(0, i, x, "amax", include_self=False).gather(0, i).detach()).exp()'],
+        "exp",
+        ['w = (x - t.scatter_reduce(0, i, x, "amax", include_self=False).gather(0, i).clamp(min=0).detach()).exp()'],
     ),
     "a name that is bound anew": (
         "e = torch.exp(x)\nx = x.clamp(max=9)\nreturn torch.log(e.sum(1)) + x.sum(1)", "log",
