@@ -33,7 +33,7 @@ def find_gaps(trace: Trace, flags: SavedFlags, reproduction: Reproduction, *, ha
         )
     for name in trace.spoilt_buffers:
         yield Gap(
-            text=f"The step leaves NaN or Inf in the buffer `{name}`, which was finite before. The step's output is "
+            text=f"The step leaves NaN or Inf in the buffer `{name}` that was not there before. The output is "
             "finite; that of a later step that reads the buffer may not be.",
             remedy="Guard the line that writes the buffer; a common reason is a statistic of one element.",
         )

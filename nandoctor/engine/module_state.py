@@ -10,7 +10,6 @@ draw what fp32 does, rounded. Dropout draws the same mask in every format.
 from __future__ import annotations
 
 import inspect
-import math
 import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -62,6 +61,7 @@ from nandoctor.trees import tree_map
 LARGE_NBYTES = 256 << 20
 """The size of weights from which on memory counts for more than the time that it takes to save it."""
 
+NEGATIVE, POSITIVE, NAN = 1, 2, 3
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _HOLDS_NOTHING = frozenset({int, float, str, bool, type(None), FunctionType})
 
@@ -205,14 +205,33 @@ def list_nonfinite_state(
 ) -> dict[str, bool]:
     """Return the tensors of a model that are not finite: True if one holds a NaN, or a +Inf as squares overflow to.
 
-    These may be buffers, weights, and tensors in its modules' attributes and in containers there. A -Inf alone may be a
-    mask's. Those that are `left_out` are not read.
+    A -Inf alone may be a mask's.
+    """
+    return {name: bool((kinds > NEGATIVE).any()) for name, kinds in nonfinite_state(model, left_out).items()}
+
+
+def nonfinite_state(
+    model: nn.Module, left_out: Callable[[torch.Tensor], bool] = lambda _: False
+) -> dict[str, torch.Tensor]:
+    """Return, of the tensors of a model that are not finite, where they hold -inf (1), +inf (2) and NaN (3).
+
+    These may be buffers, weights, and tensors in its modules' attributes and in containers there. Those that are
+    `left_out` are not read.
     """
     weights = ((name, weight) for name, weight in model.named_parameters() if type(weight) is nn.Parameter)
     held = (*model.named_buffers(), *weights, *tensors_in(model, attributes=False))
     read = ((name, tensor) for name, tensor in held if not tensor.is_meta and not left_out(tensor))
     found = ((name, numbers_in(tensor)) for name, tensor in read if not all_finite(tensor))
-    return {name: not bool((values < math.inf).all()) for name, values in found if values is not None}
+    return {
+        name: NEGATIVE * values.isneginf() + POSITIVE * values.isposinf() + NAN * values.isnan()
+        for name, values in found
+        if values is not None
+    }
+
+
+def is_new(now: torch.Tensor, before: torch.Tensor | None) -> bool:
+    """Return True if one of the kinds of non-finite values that a tensor holds was not there before."""
+    return before is None or now.shape != before.shape or bool(((now != before) & (now > 0)).any())
 
 
 def copied_state(model: nn.Module, left_out: Callable[[torch.Tensor], bool]) -> dict[str, torch.Tensor]:

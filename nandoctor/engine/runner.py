@@ -20,13 +20,15 @@ from nandoctor.engine import user_code
 from nandoctor.engine.call import Batch, Call, Mode, Randomness, in_mode, recorded_backends, seeded
 from nandoctor.engine.interventions import choose_mode, intervene, loss_in_fp32, printed_changes, select_samples
 from nandoctor.engine.module_state import (
+    NEGATIVE,
     copied_state,
     draw_in_fp32,
     find_outside,
     held_by,
     is_large,
+    is_new,
     known_tensors,
-    list_nonfinite_state,
+    nonfinite_state,
     restored,
     run_backward,
     widen_tensors,
@@ -213,10 +215,10 @@ def _record_once(step: FailingStep, watch: Watch, grad: bool, large: bool) -> tu
             recording.make(is_unwritten)
             drawn = draws()
         calls = with_nonfinite_state(recording.modules.calls(), recording.modules, step.model)
-    error, kept = recording.raised, recording.kept
-    if kept:
+    error, kinds, kept = recording.raised, recording.kept, dict[str, bool]()
+    if kinds:
         before = nonfinite_before(step)
-        kept = {name: is_spoilt for name, is_spoilt in kept.items() if name not in before}
+        kept = {name: bool((now > NEGATIVE).any()) for name, now in kinds.items() if is_new(now, before.get(name))}
     return Outcome(
         trace=recording.trace(calls, kept),
         output=recording.output,
@@ -237,10 +239,10 @@ def _whole_numbers(output: Any) -> dict[str, torch.Tensor]:
     return {f"the output {path}".rstrip(): it for path, it in found if not it.is_floating_point()}
 
 
-def nonfinite_before(step: FailingStep) -> dict[str, bool]:
-    """Return which tensors that a step begins with are not finite, as `list_nonfinite_state` does."""
+def nonfinite_before(step: FailingStep) -> dict[str, torch.Tensor]:
+    """Return which values that a step begins with are not finite, as `nonfinite_state` does."""
     with restored(step.model), printed_changes(step.changes, step.model, step.loss):
-        return list_nonfinite_state(step.model)
+        return nonfinite_state(step.model)
 
 
 class _RecordedRun:
@@ -279,7 +281,7 @@ class _RecordedRun:
             self._given, self._losses = read(self.output), read(self.loss, counts=True)
         with plain_torch():
             self._unread = list_unread(self.output)
-            self.kept = list_nonfinite_state(step.model, is_unwritten)
+            self.kept = nonfinite_state(step.model, is_unwritten)
             is_kept = self._watch.keep and not self._large
             self.left = copied_state(step.model, is_unwritten) | _whole_numbers(self.output) if is_kept else {}
 

@@ -19,7 +19,7 @@ from nandoctor.diagnosis.origin import trace_back
 from nandoctor.diagnosis.run_summary import outputs_differ
 from nandoctor.diagnosis.verdict import judge, name_op
 from nandoctor.engine.call import Batch
-from nandoctor.engine.module_state import tensors_in
+from nandoctor.engine.module_state import NEGATIVE, POSITIVE, tensors_in
 from nandoctor.engine.runner import CLOSELY, FailingStep, Outcome, Watch, nonfinite_before
 from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.report import Reproduction
@@ -80,7 +80,7 @@ def _look(step: FailingStep, findings: Findings) -> Findings:
     hidden = {stats.path: stats for stats in whole.output if not stats.finite}
     left = [path.removeprefix("kept.") for path in hidden if path.startswith("kept.")]
     before = nonfinite_before(step) if left else {}
-    left = [name for name in left if name not in before or _has_nan(hidden[f"kept.{name}"])]  # a best so far is inf
+    left = [name for name in left if name not in before or _has_more(hidden[f"kept.{name}"], before[name])]
     left = [name for name in left if _is_unmeant(hidden[f"kept.{name}"], whole, reference)]
     spoilt = tuple(dict.fromkeys((*findings.trace.spoilt_buffers, *(name for name in left if name in whole.buffers))))
     findings = replace(findings, trace=replace(findings.trace, spoilt_buffers=spoilt))
@@ -185,6 +185,12 @@ def _showing(trace: Trace, chosen: Set[str]) -> Trace:
     hidden = ("kept.", "taken.")
     shown = (stats for stats in trace.output if stats.path in chosen or not stats.path.startswith(hidden))
     return replace(trace, output=tuple(shown))
+
+
+def _has_more(held: TensorStats, before: torch.Tensor) -> bool:
+    """Return True if a tensor has NaN, or more infinities than before: a best so far begins with them."""
+    found, had = held.counts, [int((before == kind).sum()) for kind in (POSITIVE, NEGATIVE)]
+    return found is None or found.num_nan > 0 or found.num_posinf > had[0] or found.num_neginf > had[1]
 
 
 def _has_nan(held: TensorStats) -> bool:
