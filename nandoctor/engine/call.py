@@ -29,12 +29,14 @@ class Call:
     """The call of a model on a batch.
 
     `batch` holds every array that may be needed, on the step's device. `forward` takes it and returns the model's
-    output, reading the arrays in `used`, of which those `with_grad` require gradients. `description` shows the call.
+    output, reading the arrays in `used`. Those `with_grad` require gradients, which the training reads, or which only
+    the step itself does (`reads_gradients` is False). `description` shows the call.
     """
 
     batch: Batch
     used: frozenset[str]
     with_grad: frozenset[str] = frozenset()
+    reads_gradients: bool = True
     forward: Callable[[Batch], Any]
     description: str = ""
 
@@ -62,16 +64,19 @@ class Call:
 
     @property
     def sample_count(self) -> int | None:
-        """`batch_size`, or None if another length is as frequent, or arrays list the edges of a graph.
+        """`batch_size`, or None if another length is as frequent, or arrays list the edges of a graph, or samples.
 
-        Edges are two rows of integers, from and to, or a sparse tensor.
+        Edges are two rows of integers, from and to, or a sparse tensor. Arrays are samples in a list as long as one of
+        dicts, as a detector's images beside their boxes.
         """
         lengths, size = self._lengths, self.batch_size
         taken = _of_all_samples({name: tensor for name, tensor in self.taken.items() if tensor.dim()})
         is_tied = len(lengths) > 1 and lengths[0][1] == lengths[1][1]
         tables = (tensor for tensor in taken if tensor.dim() == 2 and tensor.dtype in (torch.int64, torch.int32))
         has_edges = any(table.shape[0] == 2 != size for table in tables)
-        return None if is_tied or has_edges or not all(map(is_dense, taken)) else size
+        in_dicts, in_lists = (_lengths_of_lists(self.batch, listed) for listed in (_LISTED, _LAST))
+        is_unknown = is_tied or has_edges or in_dicts & in_lists or not all(map(is_dense, taken))
+        return None if is_unknown else size
 
     @property
     def time_first(self) -> Literal["never", "unlikely", "possible"]:
@@ -92,14 +97,22 @@ class Call:
     def on_samples(self, kept: Sequence[int]) -> Call:
         """Return the call with these samples alone, of arrays as long as those that the model takes and of lists."""
         size, index = self.batch_size, torch.tensor(kept, dtype=torch.long)
-        batch = {
-            name: tensor[index.to(tensor.device)] if is_dense(tensor) and tensor.shape[:1] == (size,) else tensor
-            for name, tensor in _without_other_dicts(self.batch, kept, size).items()
-        }
+        batch = dict(_without_other_dicts(self.batch, kept, size))
+        for name, tensor in batch.items():
+            if is_dense(tensor) and tensor.shape[:1] == (size,) and not _LISTED.search(name):
+                batch[name] = tensor[index.to(tensor.device)]
         return replace(self, batch=batch)
 
 
-_LISTED = re.compile(r"\.(\d+)\.")
+_LISTED, _LAST = re.compile(r"\.(\d+)\."), re.compile(r"\.(\d+)$")
+
+
+def _lengths_of_lists(batch: Batch, listed: re.Pattern[str]) -> set[int]:
+    """Return how long the lists are whose items have such names."""
+    places: dict[str, set[str]] = {}
+    for first, *rest in (listed.split(name, maxsplit=1) for name in batch):
+        places.setdefault(first, set()).update(rest[:1])
+    return set(map(len, places.values())) - {0}
 
 
 def _without_other_dicts(batch: Batch, kept: Sequence[int], size: int | None) -> Batch:

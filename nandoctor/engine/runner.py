@@ -326,7 +326,9 @@ class _RecordedRun:
                 self._has_backward = True
                 with user_code.kept_running(), torch.autocast(mode.device.type, enabled=False):
                     scale, keep, ends_early = mode.loss_factor, watch.keep, watch.ends_early
-                    self._outside = find_outside(self.loss, model, {**held_by(self._step.loss), **self._leaves})
+                    outside = find_outside(self.loss, model, {**held_by(self._step.loss), **self._leaves})
+                    unread = () if self._step.call.reads_gradients else self._leaves
+                    self._outside = {name: leaf for name, leaf in outside.items() if name not in unread}
                     self._bad_gradients, self.gradients = run_backward(
                         {**dict(model.named_parameters()), **self._outside},
                         self.loss,

@@ -347,7 +347,7 @@ def _make_step(
     call = Call(
         batch=arrays,
         used=used,
-        with_grad=used & dump.with_grad,
+        with_grad=dump.with_grad.intersection(batch.offer.arrays),
         forward=partial(binding.forward, model),
         description=binding.description,
     )
