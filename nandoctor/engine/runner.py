@@ -39,7 +39,7 @@ from nandoctor.engine.user_code import Project
 from nandoctor.errors import LossError, UnsupportedTorchError
 from nandoctor.evidence.edits import Change, flatten
 from nandoctor.evidence.formats import FloatFormat
-from nandoctor.evidence.trace import ModuleCall, Place, TensorStats, Trace
+from nandoctor.evidence.trace import LOSS, ModuleCall, Place, TensorStats, Trace
 from nandoctor.file_memory import kept_in_files
 from nandoctor.machine import is_out_of_memory
 from nandoctor.process_wide import PerThread, Shared, collection_paused, held, patched
@@ -233,6 +233,22 @@ def _record_once(step: FailingStep, watch: Watch, grad: bool, large: bool) -> tu
     ), error
 
 
+_OF_LOSS = f"{LOSS}."
+_LeftOut = Callable[[torch.Tensor], bool]
+
+
+def _of_model_and_loss(
+    step: FailingStep, read: Callable[[nn.Module, _LeftOut], Mapping[str, torch.Tensor]], left_out: _LeftOut
+) -> dict[str, torch.Tensor]:
+    """Return what is read of the state of a model, and of the modules of its loss, after `LOSS`."""
+    found = dict(read(step.model, left_out))
+    for name, value in held_by(step.loss).items():
+        if isinstance(value, nn.Module) and value is not step.model:
+            inner = read(value, left_out).items()
+            found |= {_OF_LOSS + f"{name}.{place}".strip("."): state for place, state in inner}
+    return found
+
+
 def _whole_numbers(output: Any) -> dict[str, torch.Tensor]:
     """Return the flags, counts and indices in an output, by names that no state has."""
     found = ((path, it) for path, it in walk_tensors(output) if is_dense(it) and not it.is_complex())
@@ -242,7 +258,7 @@ def _whole_numbers(output: Any) -> dict[str, torch.Tensor]:
 def nonfinite_before(step: FailingStep) -> dict[str, torch.Tensor]:
     """Return which values that a step begins with are not finite, as `nonfinite_state` does."""
     with restored(step.model), printed_changes(step.changes, step.model, step.loss):
-        return nonfinite_state(step.model)
+        return _of_model_and_loss(step, nonfinite_state, lambda _: False)
 
 
 class _RecordedRun:
@@ -281,9 +297,10 @@ class _RecordedRun:
             self._given, self._losses = read(self.output), read(self.loss, counts=True)
         with plain_torch():
             self._unread = list_unread(self.output)
-            self.kept = nonfinite_state(step.model, is_unwritten)
+            self.kept = _of_model_and_loss(step, nonfinite_state, is_unwritten)
             is_kept = self._watch.keep and not self._large
-            self.left = copied_state(step.model, is_unwritten) | _whole_numbers(self.output) if is_kept else {}
+            state = _of_model_and_loss(step, copied_state, is_unwritten) if is_kept else {}
+            self.left = state | _whole_numbers(self.output) if is_kept else {}
 
     def trace(self, calls: tuple[ModuleCall, ...], kept: Mapping[str, bool]) -> Trace:
         """Return the trace; `calls` are the module calls, `kept` as in `Outcome`."""
@@ -304,7 +321,9 @@ class _RecordedRun:
             raised=end,
             ops=self._ops.calls() if self._ops else (),
             buffers=(buffers := frozenset(name for name, _ in step.model.named_buffers())),
-            spoilt_buffers=tuple(name for name, is_spoilt in kept.items() if is_spoilt and name in buffers),
+            spoilt_buffers=tuple(
+                n for n, is_spoilt in kept.items() if is_spoilt and (n in buffers or n.startswith(_OF_LOSS))
+            ),
             built=step.built,
             backward=self._backward.calls() if self._backward and self._has_backward else (),
             function_ops=self._backward.ops.calls() if self._backward and self._has_backward else (),

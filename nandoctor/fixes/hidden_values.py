@@ -23,7 +23,7 @@ from nandoctor.engine.module_state import NEGATIVE, POSITIVE, tensors_in
 from nandoctor.engine.runner import CLOSELY, FailingStep, Outcome, Watch, nonfinite_before
 from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.report import Reproduction
-from nandoctor.evidence.trace import OpCall, SourceLine, TensorStats, Trace
+from nandoctor.evidence.trace import LOSS, OpCall, SourceLine, TensorStats, Trace
 from nandoctor.ops import COMPARISONS, MOVES, SEES_NAN, SELECTIONS, UNFILLED
 from nandoctor.text import are, join_first
 from nandoctor.torch_compat import plain_torch, tree_tensors, version_of
@@ -87,7 +87,8 @@ def _look(step: FailingStep, findings: Findings) -> Findings:
     names = [*dict.fromkeys((*left, *spoilt))]
     taken_later, read_later = _find_uses(step, names)
     kept = [f"kept.{name}" for name in left if name in read_later]
-    idle = [name for name in names if name not in taken_later and step.loss is not None]
+    of_model = [name for name in names if step.loss is not None and not name.startswith(LOSS)]
+    idle = [name for name in of_model if name not in taken_later]
     findings = _told_of_idle(findings, idle)
     taken = {
         path: site

@@ -81,7 +81,9 @@ def with_step_before(step: FailingStep, left: Mapping[str, torch.Tensor]) -> Fai
         # Not the same numbers: a model that remembers them may be singular at what it has seen.
         numbers = {name for name, value in batch.items() if is_dense(value) and value.is_floating_point()}
         first = {name: _with_noise(value) if name in numbers else value.clone() for name, value in batch.items()}
-        step.call.forward(first)
+        output = step.call.forward(first)
+        if step.loss is not None:
+            step.loss(output, first)  # it may leave state as well
         return step.call.forward(batch)
 
     return replace(step, call=replace(step.call, forward=forward))
