@@ -25,24 +25,17 @@ _SCATTERS = {"index_add": ("index_reduce", "index_select"), "scatter_add": ("sca
 class SubtractLargest(SingleEdit):
     """Subtract the largest exponent before an exponential: all powers get a common factor, and their shares stay.
 
-    `along` are the dimensions that have a largest exponent, as code; "" stands for all, "groups" for the groups into
-    which powers are summed by an index. It is `exact` if just these powers are summed. Whether the step makes shares
-    alone is not looked for: a run has to show it. Small exponents stay as they are: an eps or a mask of -1e9 would not
-    be small beside what is added to them.
+    `along` are the dimensions that the powers are summed along, as code; "" stands for all, "groups" for the groups
+    into which they are summed by an index. Whether the step makes shares alone is not looked for: a run has to show it.
+    Small exponents stay as they are: an eps or a mask of -1e9 would not be small beside what is added to them.
     """
 
-    why: ClassVar[str] = "A common factor of all powers cancels in their shares; now the largest power is 1."
+    why: ClassVar[str] = "A common factor of all powers cancels in their shares; now none is larger than 1."
     is_text_alone: ClassVar[bool] = True
 
     kind: Literal["subtract-largest"] = "subtract-largest"
     site: OpSite
     along: str
-    exact: bool
-
-    @property
-    def loses(self) -> str:
-        """The small powers beside the largest of others than those that they are summed with."""
-        return "" if self.exact else "powers may round to 0 beside the largest of others than they are summed with"
 
     @property
     def title(self) -> str:
@@ -64,17 +57,12 @@ class SubtractLargest(SingleEdit):
 
 
 def subtractions(power: OpCall, ops: Sequence[OpCall]) -> Iterator[SubtractLargest]:
-    """Yield the changes for a power, the smallest groups first: the largest of many would leave others nothing but 0.
-
-    These are those of its sums, then each sample, then all.
-    """
-    takers, rank = [*descendants(ops, power.order, _STEPS)], len(power.outputs[0].shape)
+    """Yield the changes for a power, one for each way in which it is summed: the largest of others would leave it 0."""
+    takers = [*descendants(ops, power.order, _STEPS)]
     groups = [_GROUPS for op in takers if op.op in _SCATTERS]
-    summed = [dims for op in takers if op.op in _SUMS and (dims := dims_of(op))]
-    inner = [str(dim) for dim in range(1, rank)]
-    each = [f"({', '.join(inner)})" if len(inner) > 1 else inner[0]] if inner else []
-    for along in dict.fromkeys((*groups, *summed, *each, "")):
-        yield SubtractLargest(site=site_of(power), along=along, exact=_sums_just(power, along, ops))
+    for along in dict.fromkeys((*groups, *(dims_of(op) for op in takers if op.op in _SUMS))):
+        if _sums_just(power, along, ops):
+            yield SubtractLargest(site=site_of(power), along=along)
 
 
 def _sums_just(power: OpCall, along: str, ops: Sequence[OpCall]) -> bool:

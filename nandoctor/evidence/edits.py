@@ -79,11 +79,6 @@ class SingleEdit:
         """What the change replaces although the formula gives it, "" if it is to leave all such values."""
         return ""
 
-    @property
-    def loses(self) -> str:
-        """What the change may lose on other batches, "" if nothing."""
-        return ""
-
     def run(self, op: RunningOp) -> Any:
         """Run an op of one of the sites as it is with the change."""
         return op.run()

@@ -483,12 +483,6 @@ def _excuse(trials: Trials, made: Result, reference: Result) -> Said:
     return Said("failed", "output is not finite" if not made.values_finite else "gradients are not finite")
 
 
-def _judge_losses(proof: Proof) -> Said | None:
-    """Call a change a workaround if it may lose something on other batches."""
-    lost = next((single.loses for single in flatten((proof.edit,)) if single.loses), None)
-    return None if lost is None else Said("failed", lost, replaces=lost)
-
-
 def _judge_next_step(proof: Proof) -> Said | None:
     """Judge the change in the step after this one, if that begins with what this one has left."""
     after = with_step_before(proof.trials.step, proof.made.left)
@@ -517,7 +511,6 @@ CRITERIA: tuple[tuple[str, Callable[[Proof], Said | None]], ...] = (
     ("exponents past the bound", _judge_past_bound),
     ("samples to blame alone", _judge_alone),
     *((name, partial(_judge_variation, name)) for name in (*VARIATIONS, OTHER_SEED)),
-    ("other batches", _judge_losses),
     ("next step", _judge_next_step),
     ("hidden values", _judge_hidden),
 )

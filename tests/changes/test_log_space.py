@@ -53,18 +53,6 @@ WRITTEN = {
         "w = x.exp()\nreturn w / (w.sum(1, keepdim=True) + 1e-8)", "exp",
         ["w = (x - x.amax(1, keepdim=True).clamp(min=0).detach()).exp()"],
     ),
-    "running shares": (
-        "w = x.exp()\nreturn (w * x).cumsum(1) / w.cumsum(1)", "exp",
-        ["w = (x - x.amax(1, keepdim=True).clamp(min=0).detach()).exp()"],
-    ),
-    "shares of other sums": (
-        "w = x.exp()\nreturn w / w.t().sum(-1, keepdim=True)", "exp",
-        ["w = (x - x.amax().clamp(min=0).detach()).exp()"],
-    ),
-    "shares that are scaled again": (
-        "w = torch.exp(x).t()\nw /= w.sum()\nw /= w.sum(dim=1, keepdim=True)\nreturn w / w.sum(dim=0)", "exp",
-        ["w = torch.exp(x - x.amax(0, keepdim=True).clamp(min=0).detach()).t()"],
-    ),
     "a normal distribution": (
         "z = x / 2\nreturn torch.log(0.5 * (1 + torch.erf(z)))", "log",
         ["return -0.69314718 + torch.special.log_ndtr(z * 1.4142136) + 0.69314718"],
@@ -180,6 +168,12 @@ WRITTEN = {
     "a copy": ("y = torch.log(torch.exp(x))\ny += 1\nreturn y + x", "log", ["y = x.clone()"]),
 }  # fmt: skip
 LEFT = {
+    "running shares": ("w = x.exp()\nreturn (w * x).cumsum(1) / w.cumsum(1)", "exp"),
+    "shares of other sums": ("w = x.exp()\nreturn w / w.t().sum(-1, keepdim=True)", "exp"),
+    "shares that are scaled again": (
+        "w = torch.exp(x).t()\nw /= w.sum()\nw /= w.sum(dim=1, keepdim=True)\nreturn w / w.sum(dim=0)", "exp",
+    ),
+    "no sum along a dimension": ("w = x.exp()\nreturn w.log() + 0 * w.sum(-1, keepdim=True)", "exp"),
     "odds have another logarithm": ("p = torch.distributions.Bernoulli(logits=x)\nreturn torch.log(p.probs)", "log"),
     "a power of what may be negative": ("return torch.log(((x.exp() - 1) ** 2).mean(1))", "log"),
     "a mean of what may be negative": ("return torch.log((x.exp() - 1).mean(1))", "log"),
@@ -209,7 +203,6 @@ REFUTED = {
     "a factor of two": ("w = x.exp()\nreturn w * w / w.sum()", "exp"),
     "the 1 would have to be scaled as well": ("w = x.exp()\nreturn w / (1 + w.sum(-1, keepdim=True))", "exp"),
     "squares": ("w = x.exp()\nreturn w * w / w.sum(-1, keepdim=True)", "exp"),
-    "no sum along a dimension": ("w = x.exp()\nreturn w.log() + 0 * w.sum(-1, keepdim=True)", "exp"),
     "the score is written over": (
         "s = x * 1\np = torch.exp(s)\ntorch.clamp_(s, -1, 1)\nreturn torch.log(p.sum(-1)) + s.sum(-1)", "log",
     ),
