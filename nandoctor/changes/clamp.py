@@ -27,8 +27,7 @@ class ClampArgument(SingleEdit):
     """Clamp an op's tensor argument to [low, high]; None leaves that side open.
 
     An `argument` of "" stands for the op's result. With `keeps_sign`, only values nearer to zero than `low` become
-    `low`. With `nan`, `fill` replaces NaN and Inf in the argument, or NaN in a result of arguments without. `weight`
-    names the weight that the argument is.
+    `low`. With `nan`, `fill` replaces NaN and Inf in the argument, or NaN in a result of arguments without.
     """
 
     size: ClassVar[int] = 2
@@ -42,7 +41,6 @@ class ClampArgument(SingleEdit):
     nan: bool = False
     fill: float = 0.0
     keeps_sign: bool = False
-    weight: str = ""
 
     @property
     def title(self) -> str:
@@ -52,8 +50,6 @@ class ClampArgument(SingleEdit):
     def _in_words(self) -> str:
         what = _argument_in_words(self.site.op, self.argument)
         op = "the cast" if self.site.op in CASTS else self.site.op
-        if self.weight:
-            return f"Bound {self.weight} to {self._bounds_in_words()} before {op}"
         if self.nan and self.argument:
             return f"Use 0 for NaN and Inf in {what} of {op}, which are left out later"
         if self.nan:
@@ -73,11 +69,6 @@ class ClampArgument(SingleEdit):
     def edges(self) -> tuple[float, ...]:
         """The edges of the domain that the bounds keep the argument off."""
         return () if self.keeps_sign else edges_kept_off(self.site.op, self.argument, self.low, self.high)
-
-    @property
-    def replaces(self) -> str:
-        """The weight that is bounded."""
-        return f"{self.weight} is bounded" if self.weight else ""
 
     @property
     def bound(self) -> float | None:

@@ -50,7 +50,7 @@ class SubtractLargest(SingleEdit):
         exponent, takers = expression.argument_node("self"), [*descendants(source.ops, expression.op.order, _STEPS)]
         first, again, before = expression.editor.named(exponent, expression.editor.code(exponent), "logits")
         if self.along == _GROUPS:
-            largest = _largest_of_groups(expression, next(op for op in takers if op.op in _SCATTERS), again)
+            largest = _largest_of_groups(expression, next((op for op in takers if op.op in _SCATTERS), None), again)
         else:
             largest = f"{again}.amax({f'{self.along}, keepdim=True' if self.along else ''})"
         expression.editor.replace(exponent, f"{first} - {largest}.clamp(min=0).detach()", before)
@@ -92,11 +92,11 @@ def _counted(dims: str, rank: int) -> str:
     return str(int(dims) % rank) if dims.lstrip("-").isdigit() else dims
 
 
-def _largest_of_groups(expression: Expression, scatter: OpCall, logits: str) -> str:
+def _largest_of_groups(expression: Expression, scatter: OpCall | None, logits: str) -> str:
     """Return the text of the largest exponent of each group of a `scatter`, for each of its members."""
     editor, place = expression.editor, expression.node
-    node, definitions = editor.find(scatter.source) if scatter.source else None, Definitions(editor, place)
-    if node is None or not definitions.has(node, editor):
+    node, definitions = editor.find(scatter.source) if scatter and scatter.source else None, Definitions(editor, place)
+    if scatter is None or node is None or not definitions.has(node, editor):
         raise CannotWriteError
     added = Expression(editor, node, scatter)
     start, dim, index = (definitions.text_at(added.argument_node(name), place) for name in ("self", "dim", "index"))

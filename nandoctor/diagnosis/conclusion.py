@@ -18,7 +18,6 @@ from nandoctor.causes.base import (
 )
 from nandoctor.causes.mask_constant_overflow import fitting_constants
 from nandoctor.causes.registry import find_cause, suggest_changes
-from nandoctor.changes.hold import HoldAtZero
 from nandoctor.changes.places import site_of
 from nandoctor.diagnosis.origin import (
     NonfiniteTrace,
@@ -37,7 +36,7 @@ from nandoctor.evidence.edits import OpSite
 from nandoctor.evidence.formats import FP32, FloatFormat
 from nandoctor.evidence.report import Cause, Diagnosis, FirstNonfinite, Growth, Link, Origin, Verdict
 from nandoctor.evidence.trace import OpCall, OpTensor, TensorStats, Trace, UpdateTrace
-from nandoctor.ops import CASTS, MOVES, PRODUCTS, SPREADS
+from nandoctor.ops import CASTS, MOVES, PRODUCTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,12 +77,7 @@ def suspect(finding: Finding, cause: Cause | None) -> Suspect | None:
     op = finding.forward if isinstance(finding, GradientFinding) else finding.op
     if op is None:
         return None
-    suggestions = tuple(suggest_changes(cause, finding))
-    if op.forward is not None:  # it computes a derivative: the code has the op that this belongs to
-        written = finding.ops[op.forward]
-        if len(written.inputs) == 1 and written.op not in SPREADS:  # these are singular where all are the same
-            suggestions += ((HoldAtZero(site=site_of(written), argument=written.inputs[0].name),),)
-    return Suspect(site=site_of(op), suggestions=suggestions)
+    return Suspect(site=site_of(op), suggestions=tuple(suggest_changes(cause, finding)))
 
 
 def diagnose_op(finding: Finding, cause: Cause | None, trace: Trace) -> tuple[Diagnosis, Suspect | None]:

@@ -14,7 +14,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from nandoctor.dumps.stored_tensor import TorchName
-from nandoctor.dumps.trees import KIND, PACKED_SEQUENCE, Slot, slots
+from nandoctor.dumps.trees import KIND, PACKED_SEQUENCE, Slot
 from nandoctor.torch_compat import is_wrapped, tree_tensors, unwrap, version_of
 from nandoctor.trees import MAX_DEPTH, Parts, attributes, parts, tree_map
 
@@ -158,16 +158,11 @@ def map_tensors(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def fill(tree: Any, tensors: Mapping[str, torch.Tensor], device: torch.device) -> Any:
-    """Return the tree with tensors in place of slots, torch's own dtypes, and the device of this replay for any.
-
-    A dict in a list is left out if `tensors` has none of those in it: those of other samples.
-    """
+    """Return the tree with tensors in place of slots, torch's own dtypes, and the device of this replay for any."""
 
     def fill_item(item: Any) -> Any:
         if isinstance(item, Slot):
             return tensors[item.name]
-        if type(item) in (list, tuple) and any(map(is_left_out, item)):
-            return type(item)(tree_map(fill_item, part) for part in item if not is_left_out(part))
         if isinstance(item, TorchName):
             found = getattr(torch, item.name.removeprefix("torch."), None)
             return found if isinstance(found, torch.dtype) else device
@@ -175,9 +170,6 @@ def fill(tree: Any, tensors: Mapping[str, torch.Tensor], device: torch.device) -
             fields = {key: part for key, part in item.items() if key != KIND}
             return _rebuild(item[KIND], tree_map(fill_item, fields))
         return item
-
-    def is_left_out(part: Any) -> bool:
-        return isinstance(part, dict) and bool(names := list(slots(part))) and tensors.keys().isdisjoint(names)
 
     return tree_map(fill_item, tree)
 

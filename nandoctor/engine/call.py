@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -29,14 +30,14 @@ class Call:
     """The call of a model on a batch.
 
     `batch` holds every array that may be needed, on the step's device. `forward` takes it and returns the model's
-    output, reading the arrays in `used`. Those `with_grad` require gradients, which the training reads, or which only
-    the step itself does (`reads_gradients` is False). `description` shows the call.
+    output, reading the arrays in `used`. Those `with_grad` require gradients, which the training may read; those
+    `differentiated` do so for the step itself alone. `description` shows the call.
     """
 
     batch: Batch
     used: frozenset[str]
     with_grad: frozenset[str] = frozenset()
-    reads_gradients: bool = True
+    differentiated: frozenset[str] = frozenset()
     forward: Callable[[Batch], Any]
     description: str = ""
 
@@ -64,19 +65,19 @@ class Call:
 
     @property
     def sample_count(self) -> int | None:
-        """`batch_size`, or None if another length is as frequent, or arrays list the edges of a graph, or samples.
+        """`batch_size`, or None if another length is as frequent, or if arrays list the edges of a graph, or samples.
 
-        Edges are two rows of integers, from and to, or a sparse tensor. Arrays are samples in a list as long as one of
-        dicts, as a detector's images beside their boxes.
+        Edges are two rows of integers, from and to, or a sparse tensor. A list of as many dicts may have one for each
+        sample, as a detector's targets, and so may a list of arrays beside one of as many dicts.
         """
         lengths, size = self._lengths, self.batch_size
         taken = _of_all_samples({name: tensor for name, tensor in self.taken.items() if tensor.dim()})
         is_tied = len(lengths) > 1 and lengths[0][1] == lengths[1][1]
         tables = (tensor for tensor in taken if tensor.dim() == 2 and tensor.dtype in (torch.int64, torch.int32))
         has_edges = any(table.shape[0] == 2 != size for table in tables)
-        in_dicts, in_lists = (_lengths_of_lists(self.batch, listed) for listed in (_LISTED, _LAST))
-        is_unknown = is_tied or has_edges or in_dicts & in_lists or not all(map(is_dense, taken))
-        return None if is_unknown else size
+        dicts, arrays = (_lengths_of_lists(self.batch, item) for item in (_LISTED, _LAST))
+        are_listed = size in dicts or bool(dicts & arrays)
+        return None if is_tied or has_edges or are_listed or not all(map(is_dense, taken)) else size
 
     @property
     def time_first(self) -> Literal["never", "unlikely", "possible"]:
@@ -95,41 +96,24 @@ class Call:
         return "possible" if is_alone else "unlikely"
 
     def on_samples(self, kept: Sequence[int]) -> Call:
-        """Return the call with these samples alone, of arrays as long as those that the model takes and of lists."""
+        """Return the call with these samples alone, of every array as long as those that the model takes."""
         size, index = self.batch_size, torch.tensor(kept, dtype=torch.long)
-        batch = dict(_without_other_dicts(self.batch, kept, size))
-        for name, tensor in batch.items():
-            if is_dense(tensor) and tensor.shape[:1] == (size,) and not _LISTED.search(name):
-                batch[name] = tensor[index.to(tensor.device)]
+        batch = {
+            name: tensor[index.to(tensor.device)] if is_dense(tensor) and tensor.shape[:1] == (size,) else tensor
+            for name, tensor in self.batch.items()
+        }
         return replace(self, batch=batch)
 
 
-_LISTED, _LAST = re.compile(r"\.(\d+)\."), re.compile(r"\.(\d+)$")
+_LISTED, _LAST = re.compile(r"\.\d+(?=\.)"), re.compile(r"\.\d+$")
 
 
-def _lengths_of_lists(batch: Batch, listed: re.Pattern[str]) -> set[int]:
-    """Return how long the lists are whose items have such names."""
+def _lengths_of_lists(batch: Batch, item: re.Pattern[str]) -> set[int]:
+    """Return how long the lists are in whose items such a part of a name stands for the place."""
     places: dict[str, set[str]] = {}
-    for first, *rest in (listed.split(name, maxsplit=1) for name in batch):
-        places.setdefault(first, set()).update(rest[:1])
-    return set(map(len, places.values())) - {0}
-
-
-def _without_other_dicts(batch: Batch, kept: Sequence[int], size: int | None) -> Batch:
-    """Return a batch whose lists of one dict for each sample have those `kept`, renamed by their new places."""
-    lists: dict[str, dict[int, dict[str, torch.Tensor]]] = {}
-    for name, tensor in batch.items():
-        if (place := _LISTED.search(name)) is not None:
-            of_list = lists.setdefault(name[: place.start()], {})
-            of_list.setdefault(int(place[1]), {})[name[place.end() :]] = tensor
-    whole = {name: dicts for name, dicts in lists.items() if dicts.keys() == set(range(size or 0))}
-    others = {name: tensor for name, tensor in batch.items() if _LISTED.split(name)[0] not in whole}
-    return others | {
-        f"{name}.{place}.{field}": tensor
-        for name, dicts in whole.items()
-        for place, sample in enumerate(kept)
-        for field, tensor in dicts[sample].items()
-    }
+    for found in chain.from_iterable(map(item.finditer, batch)):
+        places.setdefault(found.string[: found.start()], set()).add(found[0])
+    return set(map(len, places.values()))
 
 
 def _of_all_samples(batch: Batch) -> list[torch.Tensor]:

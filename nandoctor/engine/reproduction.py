@@ -323,15 +323,15 @@ def _replay(steps: list[FailingStep], preparation: Preparation, *, is_first: boo
     With `is_first`, the setting may well be that of the failing step: if output and loss agree and the loss is finite,
     the backward pass, which is needed as well, follows in the same run.
     """
-    step, *others = _with_gradients_told_apart(steps[0]), *steps[1:]
+    step, *others = steps
     try:
         is_known = step.mode.policy.ambient or step.low is FP32  # else its format is known after the run
         outcome = _run(step, preparation, backward=is_first and step.loss is not None and is_known)
         if outcome.trace.raised is not None and not all(stats.finite for stats in outcome.trace.batch):
             _refuse_wrong_call(step)
     except ModelError as error:
-        if NO_GRADIENT in str(error.__cause__) and not step.call.with_grad:
-            others = [replace(step, call=replace(step.call, with_grad=step.call.used, reads_gradients=False))]
+        if NO_GRADIENT in str(error.__cause__) and not step.call.differentiated:
+            others = [replace(step, call=replace(step.call, differentiated=step.call.used))]
         elif not isinstance(error.__cause__, WRONG_CALL):
             raise
         with suppress(ModelError):  # if no call fits, the likeliest one's error is raised
@@ -348,17 +348,6 @@ def _replay(steps: list[FailingStep], preparation: Preparation, *, is_first: boo
     spoilt = [named for named in preparation.dump.arrays.items() if trace.finite and not all_finite(named[1])]
     unlike = tuple(named[0] for named in spoilt if not _agrees(grade(named, outcome.output)))
     return Replayed(step=step, trace=trace, random=outcome.random, reproduction=reproduction, unlike=unlike)
-
-
-def _with_gradients_told_apart(step: FailingStep) -> FailingStep:
-    """Return the step; if it does not run unless inputs require gradients, it alone reads these, and no training."""
-    try:
-        if step.call.with_grad and step.call.reads_gradients:
-            replace(step, call=replace(step.call, with_grad=frozenset())).run()
-    except ModelError as error:
-        if NO_GRADIENT in str(error.__cause__):
-            return replace(step, call=replace(step.call, reads_gradients=False))
-    return step
 
 
 def _refuse_wrong_call(step: FailingStep) -> None:

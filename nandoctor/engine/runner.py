@@ -200,7 +200,7 @@ def _record(step: FailingStep, watch: Watch, *, grad: bool) -> tuple[Outcome, Ex
 def _record_once(step: FailingStep, watch: Watch, grad: bool, large: bool) -> tuple[Outcome, Exception | None]:
     mode, call = step.mode, select_samples(flatten(step.changes), step.call)
     batch = {name: recast(mode.policy.wider, tensor).clone() for name, tensor in call.batch.items()}
-    with_grad = {name: tensor for name, tensor in batch.items() if name in call.with_grad}
+    with_grad = {name: tensor for name, tensor in batch.items() if name in call.with_grad | call.differentiated}
     leaves = {name: it.requires_grad_() for name, it in with_grad.items() if it.is_floating_point() or it.is_complex()}
     with torch.enable_grad():  # the model may write to an input in place, which it may not to a leaf
         call = replace(call, batch=batch | {name: leaf.clone() for name, leaf in leaves.items()})
@@ -346,7 +346,7 @@ class _RecordedRun:
                 with user_code.kept_running(), torch.autocast(mode.device.type, enabled=False):
                     scale, keep, ends_early = mode.loss_factor, watch.keep, watch.ends_early
                     outside = find_outside(self.loss, model, {**held_by(self._step.loss), **self._leaves})
-                    unread = () if self._step.call.reads_gradients else self._leaves
+                    unread = self._leaves.keys() - self._step.call.with_grad
                     self._outside = {name: leaf for name, leaf in outside.items() if name not in unread}
                     self._bad_gradients, self.gradients = run_backward(
                         {**dict(model.named_parameters()), **self._outside},

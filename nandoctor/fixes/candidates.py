@@ -34,8 +34,6 @@ MAX_LEADS = 5
 _ROUNDED_WITHIN = 4
 """How many ops before the failing one are searched for what rounded its operands."""
 
-_LARGEST_EXPONENT = math.log(100)
-"""The bound of a learned scale's logarithm in CLIP (https://arxiv.org/abs/2103.00020, section 2.5)."""
 
 _MOST_LINES = 3
 """A variance, its root and the quotient by it: after that a value that did not fit is mostly gone."""
@@ -65,7 +63,6 @@ def propose(findings: Findings, trials: Trials) -> Iterator[Candidate]:
         # Not every origin needs one: a change that keeps one off 0 may also stop another's gradient overflow.
         yield from together([changes for lead in leads[:MAX_LEADS] if (changes := specific(lead, trials.step.model))])
     if findings.verdict in ("precision", "silent"):
-        yield from _bounded_weights(findings)
         if len(leads) == 1:
             yield from specific(leads[0], trials.step.model)
             if not _overflows_elsewhere(leads[0], findings):
@@ -115,15 +112,6 @@ def _in_fp32(lead: Suspect, findings: Findings, trials: Trials) -> Iterator[Cand
     if site.module:
         block, model = KeepModule(module=site.module), trials.step.model
         yield (*by_lines((block,), findings, model), block)
-
-
-def _bounded_weights(findings: Findings) -> Iterator[Candidate]:
-    """Yield a bound on a weight whose exp is one of the steps in which the value grew."""
-    grown = {step.source for step in findings.growth if step.op == "exp"}
-    for op in (op for op in findings.ops if op.own_line in grown and op.op == "exp"):
-        if op.own_line is not None and op.inputs[0].origin == "weight":
-            name = op.inputs[0].path
-            yield (ClampArgument(site=site_of(op), argument="self", high=_LARGEST_EXPONENT, weight=name),)
 
 
 def wider_lines(leads: Sequence[Suspect], findings: Findings, wide: FloatFormat) -> Iterator[Candidate]:

@@ -18,7 +18,6 @@ from nandoctor import changes
 from nandoctor.changes.clamp import ClampArgument
 from nandoctor.changes.constant import SetArgument, SetFlag
 from nandoctor.changes.guard import GuardArgument
-from nandoctor.changes.hold import HoldAtZero
 from nandoctor.changes.keep_fp32 import KeepOp
 from nandoctor.changes.softmax_rows import UnmaskRows
 from nandoctor.evidence import edits
@@ -30,7 +29,6 @@ CLAMP = partial(ClampArgument, argument="self", low=0.5)
 AWAY = partial(ClampArgument, argument="other", low=0.5, keeps_sign=True)
 EMPTY = partial(ClampArgument, argument="", nan=True)
 GUARD = partial(GuardArgument, argument="self", safe=1.0, low=0.0)
-HOLD = partial(HoldAtZero, argument="self")
 EPS = partial(SetArgument, argument="eps", value=1e-2)
 TERM = partial(SetArgument, argument="other", was=1e-6, value=1e-2)
 NORM = "return F.layer_norm(x, (3,){})"
@@ -64,9 +62,6 @@ CASES = {
     "loss of nothing": ("return F.mse_loss(x[:0], x[:0])", "mse_loss", EMPTY, 'reduction="none"'),
     "guard of a method": ("return x.sqrt()", "sqrt", GUARD, "torch.where(x <= 0, 1.0, x).sqrt()"),
     "guard of a function": ("return torch.sqrt(x - 1)", "sqrt", GUARD, "torch.where(guarded <= 0, 0.0, torch.sqrt("),
-    "held": ("return torch.sinc(x)", "sinc", HOLD, "torch.sinc(torch.where(zero, 1.0, x))"),
-    "held rows": ("return (x - x[0]).norm(2, 1)", "linalg_vector_norm", HOLD, "where(zero.squeeze(1), given.norm("),
-    "held in all": ("return (x - x).norm(keepdim=True)", "linalg_vector_norm", HOLD, "(given == 0).all()"),
     "eps by default": (NORM.format(""), "layer_norm", partial(EPS, was=1e-5), ", eps=0.01)"),
     "eps by keyword": (NORM.format(", eps=1e-6"), "layer_norm", partial(EPS, was=1e-6), ", eps=0.01)"),
     "eps as a term": ("return x + 1e-6", "add", TERM, "x + 0.01"),

@@ -130,7 +130,7 @@ def sizes(output, batch):
 WIDTHS = [torch.ones(2), torch.ones(2), torch.tensor([1.0, 0.0, 2.0]), torch.ones(1)]
 for kind in (list, tuple):
     LISTED = {"x": normal(4, 8), "targets": kind({"sizes": width} for width in WIDTHS)}
-    IN_LISTS = {"name": f"a {kind.__name__} of dicts", "samples": (2,), "loss": sizes, "inputs": "x"}
+    IN_LISTS = {"name": f"a {kind.__name__} of dicts", "samples": None, "loss": sizes, "inputs": "x"}
     rows("numerics <loss> div", LISTED, lambda self, x: self.entry(x).abs(), **IN_LISTS)(net)
 
 
