@@ -22,7 +22,7 @@ from nandoctor.fixes.agreement import LARGEST_SQUARED, NOISE, Result
 from nandoctor.fixes.gradients import gradient_error
 from nandoctor.fixes.made_up_loss import surrogate_loss
 from nandoctor.fixes.meaning import Meaning
-from nandoctor.fixes.verify import CHANGED_IN_FP32, GRADIENT_TOLERANCE, Trials
+from nandoctor.fixes.verify import GRADIENT_TOLERANCE, Trials
 from nandoctor.text import number, percent
 
 
@@ -190,7 +190,7 @@ class GradientCheck:
         changed = self._trials.reference(change)
         no_larger = not sound.finite or made.gradient_norm <= _MAX_GROWTH * sound.gradient_norm
         if changed.finite and no_larger:
-            yield changed, GRADIENT_TOLERANCE, CHANGED_IN_FP32
+            yield changed, GRADIENT_TOLERANCE, self._trials.changed_name
         if sound.finite and self._healthy:
             yield sound, min(2 * self.own_error, 1.0), name
 
@@ -241,7 +241,7 @@ def _describe_error(error: float | None, allowed: float, name: str) -> str:
     honest = ", within what rounding costs here" if error > GRADIENT_TOLERANCE else ""
     if error > _MOST_NOISE:
         honest = ": fp16 loses as much of those of the samples that were fine"
-    return f", {percent(error)} off {name}{honest}"
+    return f", {percent(error)} off {name}{honest}" if name else honest
 
 
 def at_scale(change: Change, scale: float) -> tuple[Change, ...]:

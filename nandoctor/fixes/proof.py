@@ -147,7 +147,8 @@ def _judge_output(proof: Proof) -> Said:
     if "loss" not in made.values and largest > LARGEST_SQUARED > proof.trials.reference().largest_finite:
         return Said("failed", f"finite, up to {number(largest)}: its square, as in a squared error, overflows in fp32")
     besides = " except for infinities that fp32 has there too" if made.meant else ""
-    told = f"finite{besides}, {percent(outcome.max_rel_err)} off {proof.trials.reference_name}"
+    name = proof.judgement.reference
+    told = f"finite{besides}" + (f", {percent(outcome.max_rel_err)} off {name}" if name else "")
     if not proof.judgement.passes:
         replaced = _list_replaced(proof.edit)
         off = f"the output is {percent(outcome.max_rel_err)} off what the formula gives"

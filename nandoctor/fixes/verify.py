@@ -44,7 +44,6 @@ from nandoctor.tracing.tensor_stats import all_finite, has_nonfinite
 GRADIENT_TOLERANCE = 0.1
 """The largest relative error in norm of all gradients together, which pass through twice as many roundings."""
 
-CHANGED_IN_FP32 = "fp32 with the change"
 MOST_FP64_PARAMETERS = 250_000_000
 """2 GB of weights in float64, besides those in memory already."""
 
@@ -53,11 +52,13 @@ MOST_FP64_PARAMETERS = 250_000_000
 class Judgement:
     """The outcome of a trial, and whether it passes: it is finite and agrees with fp32.
 
-    `workaround`: it would pass, but for what this sentence says that it replaces.
+    `reference` is what the error of the outcome is counted from, "" if there is nothing else. `workaround`: it would
+    pass, but for what this sentence says that it replaces.
     """
 
     outcome: TrialOutcome
     passes: bool
+    reference: str = ""
     workaround: str | None = None
 
 
@@ -202,14 +203,16 @@ class Trials:
             comparison = compare_runs(made, reference, exact=exact)
             agrees = self._agrees(comparison, made, unsure=compare_runs(exact, reference))
         max_rel_err = comparison.accepted_rel_err(self._tolerance) if agrees else comparison.max_rel_err
+        name = self.reference_name
         if judges_edit:
             # With the change, fp32 must give the same values wherever it was finite; elsewhere there is nothing to
             # agree with, except where float64 is finite and so has the true value.
-            for sound in (self.reference(), self.exact()):
+            for other, sound in (("fp32", self.reference()), ("float64", self.exact())):
                 changes = compare_runs(self.reference(*edits), sound)
                 agrees = agrees and changes.agrees()
-                max_rel_err = max(max_rel_err, changes.max_rel_err)
-        return Judgement(outcome=TrialOutcome(finite=True, max_rel_err=max_rel_err), passes=agrees)
+                if changes.max_rel_err > max_rel_err:
+                    max_rel_err, name = changes.max_rel_err, other
+        return Judgement(outcome=TrialOutcome(finite=True, max_rel_err=max_rel_err), passes=agrees, reference=name)
 
     def _agrees(self, comparison: Agreement, made: Result, *, unsure: Agreement) -> bool:
         """Return True if each value is close to the reference, or unchanged where the failure did not reach it."""
@@ -245,10 +248,16 @@ class Trials:
 
     @property
     def reference_name(self) -> str:
-        """What the reference is, in words."""
+        """What the reference is, in words; "" if it is the very run that is compared."""
         if not self.numerics:
             return "fp32"
-        return "float64" if self.exact().finite else CHANGED_IN_FP32
+        return "float64" if self.exact().finite else self.changed_name
+
+    @property
+    def changed_name(self) -> str:
+        """What the step in fp32 with the change is called as a reference; "" if that is the very run."""
+        is_same = not self.step.mode.policy.ambient and self.step.low is FP32
+        return "" if is_same else "fp32 with the change"
 
     def _changed_in_reference(self, edits: tuple[Change, ...]) -> tuple[Change, ...]:
         return edits if self.numerics and not self.exact().finite else ()
