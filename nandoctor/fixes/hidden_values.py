@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -330,7 +331,8 @@ class Exposing:
     def exposed(self) -> FailingStep:
         """The step with the exposed tensors in its output, and none of them in its loss."""
         call = replace(self.step.call, forward=self._forward)
-        return replace(self.step, call=call, loss=None if self.step.loss is None else self._loss)
+        loss = self.step.loss and wraps(self.step.loss)(partial(self._loss))
+        return replace(self.step, call=call, loss=loss)
 
     def _forward(self, batch: Batch) -> Exposed:
         self._counts, self._taken = Counter(), {}

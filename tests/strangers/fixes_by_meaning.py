@@ -551,6 +551,29 @@ class Remembered(Stateful):
         return torch.softmax(scores + before, -1)
 
 
+OVERFLOWS = "numerics . exp exp-overflow"
+FAR_IN_FP32 = {**FAR, "autocast": False}
+
+
+@rows(OVERFLOWS, FAR_IN_FP32, loss=squared, fix="none")
+class Carried(Stateful):
+    """The sums of the powers are added to in the next step, where they have another factor."""
+
+    def forward(self, x):
+        powers = torch.exp(x)
+        self.last = self.last + powers.sum(-1, keepdim=True)
+        return self.lift(powers / powers.sum(-1, keepdim=True))
+
+
+@rows(OVERFLOWS, FAR_IN_FP32, loss=lambda made, batch: squared(made[0], batch), fix="verified stable-log")
+class Flagged(Stateful):
+    """Flags of the powers change with a factor, and shares do not."""
+
+    def forward(self, x):
+        powers = torch.exp(x)
+        return self.lift(powers / powers.sum(-1, keepdim=True)), powers > 5
+
+
 def transported(h, x):
     """Two lines of a loop overflow in fp16, one after the other, and one reads a transposed view."""
     far = -13.0 * (torch.arange(4) == 2)

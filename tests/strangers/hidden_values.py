@@ -216,6 +216,22 @@ class BestSoFar(nn.Linear):
 rows("healthy", BATCH, loss=mean)(BestSoFar)
 
 
+class Centred(nn.Module):
+    """A loss that keeps a direction for its next call."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(4))
+
+    def forward(self, output, batch):
+        loss = (output - self.centre).square().mean()
+        self.centre = nan(output.detach()).mean(0)
+        return loss
+
+
+rows("cannot-tell", BATCH, 4, 4, name="a loss that keeps NaN", loss=Centred())(nn.Linear)
+
+
 @hiding("numerics . div division-by-zero", loss=mean, fix="none")
 def keeps_in_a_buffer_what_the_next_step_reads(model, h):
     return keeps_in_a_buffer_what_nothing_reads(model, h * model.seen)
