@@ -207,10 +207,10 @@ def list_nonfinite_state(
 
     A -Inf alone may be a mask's.
     """
-    return {name: bool((kinds > NEGATIVE).any()) for name, kinds in nonfinite_state(model, left_out).items()}
+    return {name: bool((kinds > NEGATIVE).any()) for name, kinds in nonfinite_kinds(model, left_out).items()}
 
 
-def nonfinite_state(
+def nonfinite_kinds(
     model: nn.Module, left_out: Callable[[torch.Tensor], bool] = lambda _: False
 ) -> dict[str, torch.Tensor]:
     """Return, of the tensors of a model that are not finite, where they hold -inf (1), +inf (2) and NaN (3).
@@ -220,10 +220,10 @@ def nonfinite_state(
     """
     weights = ((name, weight) for name, weight in model.named_parameters() if type(weight) is nn.Parameter)
     held = (*model.named_buffers(), *weights, *tensors_in(model, attributes=False))
-    read = ((name, tensor) for name, tensor in held if not tensor.is_meta and not left_out(tensor))
+    read = ((name, it) for name, it in held if not (it.is_meta or is_lazy(it) or left_out(it)))
     found = ((name, numbers_in(tensor)) for name, tensor in read if not all_finite(tensor))
     return {
-        name: NEGATIVE * values.isneginf() + POSITIVE * values.isposinf() + NAN * values.isnan()
+        name: (NEGATIVE * values.isneginf() + POSITIVE * values.isposinf() + NAN * values.isnan()).cpu()
         for name, values in found
         if values is not None
     }
@@ -245,20 +245,6 @@ def copied_state(model: nn.Module, left_out: Callable[[torch.Tensor], bool]) -> 
             if name not in _OF_EVERY_MODULE and (is_container or type(value) in (int, float, bool)):
                 found[f"{path}.{name}".removeprefix(".")] = torch.tensor(len(value) if is_container else value)
     return found
-
-
-def nonfinite_in(
-    model: nn.Module, left_out: Callable[[torch.Tensor], bool] = lambda _: False
-) -> dict[str, torch.Tensor]:
-    """Return, by name, where a model's non-finite weights and buffers are -inf (1), and +inf or NaN (2).
-
-    Those that are `left_out` are not read.
-    """
-    named = [(name, t) for name, t in (*model.named_parameters(), *model.named_buffers()) if not is_lazy(t)]
-    named = [(name, t) for name, t in named if not left_out(t)]
-    dense = [(name, t.detach()) for name, t in named if t.is_floating_point() and t.layout is torch.strided]
-    broken = [(name, t.cpu()) for name, t in dense if t.numel() and not t.is_meta and not all_finite(t)]
-    return {name: torch.where(t.isfinite(), 0, torch.where(t.isneginf(), 1, 2)) for name, t in broken}
 
 
 def tensors_in(model: nn.Module, *, attributes: bool) -> Iterator[tuple[str, torch.Tensor]]:

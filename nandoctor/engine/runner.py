@@ -28,7 +28,7 @@ from nandoctor.engine.module_state import (
     is_large,
     is_new,
     known_tensors,
-    nonfinite_state,
+    nonfinite_kinds,
     restored,
     run_backward,
     widen_tensors,
@@ -256,9 +256,9 @@ def _whole_numbers(output: Any) -> dict[str, torch.Tensor]:
 
 
 def nonfinite_before(step: FailingStep) -> dict[str, torch.Tensor]:
-    """Return which values that a step begins with are not finite, as `nonfinite_state` does."""
+    """Return which values that a step begins with are not finite, as `nonfinite_kinds` does."""
     with restored(step.model), printed_changes(step.changes, step.model, step.loss):
-        return _of_model_and_loss(step, nonfinite_state, lambda _: False)
+        return _of_model_and_loss(step, nonfinite_kinds, lambda _: False)
 
 
 class _RecordedRun:
@@ -297,7 +297,7 @@ class _RecordedRun:
             self._given, self._losses = read(self.output), read(self.loss, counts=True)
         with plain_torch():
             self._unread = list_unread(self.output)
-            self.kept = _of_model_and_loss(step, nonfinite_state, is_unwritten)
+            self.kept = _of_model_and_loss(step, nonfinite_kinds, is_unwritten)
             is_kept = self._watch.keep and not self._large
             state = _of_model_and_loss(step, copied_state, is_unwritten) if is_kept else {}
             self.left = state | _whole_numbers(self.output) if is_kept else {}

@@ -14,7 +14,7 @@ from nandoctor.causes.sentences import operand, subject
 from nandoctor.changes.setting import UseFormat
 from nandoctor.diagnosis.conclusion import Findings
 from nandoctor.diagnosis.growth import key_of
-from nandoctor.engine.module_state import nonfinite_in
+from nandoctor.engine.module_state import nonfinite_kinds
 from nandoctor.evidence.edits import flatten
 from nandoctor.evidence.formats import FP32, FP64
 from nandoctor.evidence.report import Fix
@@ -60,7 +60,7 @@ def describe_none(findings: Findings, model: nn.Module) -> str:
     cause = next((diagnosis.cause for diagnosis in findings.conclusion.diagnoses[:1]), None)
     reason = cause.code if cause is not None else "for an unknown cause"
     if findings.verdict == "state":
-        is_built = nonfinite_in(model).keys() <= findings.trace.built.keys()
+        is_built = nonfinite_kinds(model).keys() <= findings.trace.built.keys()
         lost = "no code can restore what the weights have lost"
         why = "only the code that builds the model knows what belongs there" if is_built else lost
     elif len(distinct_leads(findings.conclusion, model)) > MAX_LEADS:

@@ -25,7 +25,7 @@ from nandoctor.dumps.classify import role_of
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.recorded_format import RandomStates, as_option, read_option
 from nandoctor.engine.call import Call, Mode, Randomness
-from nandoctor.engine.module_state import LARGE_NBYTES, nonfinite_in
+from nandoctor.engine.module_state import LARGE_NBYTES, nonfinite_kinds
 from nandoctor.engine.progress import Listener
 from nandoctor.engine.reproduction import Preparation, SavedOutputs
 from nandoctor.engine.runner import FailingStep
@@ -160,7 +160,7 @@ def _import_code(dump: Dump, source: ModelSource | None, settings: Settings, dev
         updater = find_optimizer(dump.recorded.updater, dump, *named)
     check_method(model, dump, settings)
     left_out = [unfilled.holds] if unfilled else []
-    built = nonfinite_in(model, *left_out) if registered else {}
+    built = nonfinite_kinds(model, *left_out) if registered else {}
     told = (*notes, *loss_notes)
     return _Code(model=model, call=call, loss=loss, nonfinite=built, source=source, notes=told, updater=updater)
 
@@ -343,7 +343,7 @@ def _make_step(
         arrays |= {name: arrays[name].to(dtype) for name in used if arrays[name].dtype is torch.float32}
     scale = dump.loss_scale if settings.loss_scale is None else settings.loss_scale
     first = code.nonfinite
-    now = nonfinite_in(model) if first else {}  # it reads every weight
+    now = nonfinite_kinds(model) if first else {}  # it reads every weight
     call = Call(
         batch=arrays,
         used=used,
