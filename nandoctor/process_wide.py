@@ -156,7 +156,11 @@ def _read_precisions() -> tuple[str, ...]:
 
 
 def _write_precisions(precisions: tuple[str, ...]) -> None:
-    for place, precision in zip(FP32_PRODUCTS, precisions, strict=True):
+    wanted = dict(zip(FP32_PRODUCTS, precisions, strict=True))
+    if wanted != dict(zip(FP32_PRODUCTS, _read_precisions(), strict=True)):
+        # Code may have set the old flag, which torch refuses to read once it differs from these.
+        _CUDNN.allow_tf32 = wanted.get("cudnn.conv") == "tf32"
+    for place, precision in wanted.items():
         backend = attrgetter(place)(torch.backends)
         if backend.fp32_precision != precision:
             backend.fp32_precision = precision

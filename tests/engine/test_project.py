@@ -158,6 +158,7 @@ def test_what_code_sets_in_torch_is_put_back(name, write):
     with project.running():
         assert read_switches() == before
     assert read_switches() == before
+    assert torch.backends.cudnn.allow_tf32 is True  # readable, too: torch refuses it beside other flags of its own
 
 
 def test_every_setting_has_its_test():
