@@ -234,11 +234,11 @@ def _record_once(step: FailingStep, watch: Watch, grad: bool, large: bool) -> tu
 
 
 _OF_LOSS = f"{LOSS}."
-_LeftOut = Callable[[torch.Tensor], bool]
+LeftOut = Callable[[torch.Tensor], bool]
 
 
-def _of_model_and_loss(
-    step: FailingStep, read: Callable[[nn.Module, _LeftOut], Mapping[str, torch.Tensor]], left_out: _LeftOut
+def of_model_and_loss(
+    step: FailingStep, read: Callable[[nn.Module, LeftOut], Mapping[str, torch.Tensor]], left_out: LeftOut
 ) -> dict[str, torch.Tensor]:
     """Return what is read of the state of a model, and of the modules of its loss, after `LOSS`."""
     found = dict(read(step.model, left_out))
@@ -258,7 +258,7 @@ def _whole_numbers(output: Any) -> dict[str, torch.Tensor]:
 def nonfinite_before(step: FailingStep) -> dict[str, torch.Tensor]:
     """Return which values that a step begins with are not finite, as `nonfinite_kinds` does."""
     with restored(step.model), printed_changes(step.changes, step.model, step.loss):
-        return _of_model_and_loss(step, nonfinite_kinds, lambda _: False)
+        return of_model_and_loss(step, nonfinite_kinds, lambda _: False)
 
 
 class _RecordedRun:
@@ -297,9 +297,9 @@ class _RecordedRun:
             self._given, self._losses = read(self.output), read(self.loss, counts=True)
         with plain_torch():
             self._unread = list_unread(self.output)
-            self.kept = _of_model_and_loss(step, nonfinite_kinds, is_unwritten)
+            self.kept = of_model_and_loss(step, nonfinite_kinds, is_unwritten)
             is_kept = self._watch.keep and not self._large
-            state = _of_model_and_loss(step, copied_state, is_unwritten) if is_kept else {}
+            state = of_model_and_loss(step, copied_state, is_unwritten) if is_kept else {}
             self.left = state | _whole_numbers(self.output) if is_kept else {}
 
     def trace(self, calls: tuple[ModuleCall, ...], kept: Mapping[str, bool]) -> Trace:

@@ -14,7 +14,7 @@ from nandoctor.dumps.tensors import comparable_values
 from nandoctor.engine.call import Batch, Call
 from nandoctor.engine.module_state import copied_state
 from nandoctor.engine.reproduction import is_flags
-from nandoctor.engine.runner import FailingStep
+from nandoctor.engine.runner import FailingStep, of_model_and_loss
 from nandoctor.fixes.verify import Trials
 from nandoctor.torch_compat import is_running_norm
 
@@ -71,7 +71,7 @@ def with_step_before(step: FailingStep, left: Mapping[str, torch.Tensor]) -> Fai
     statistics = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
     unread = {"random numbers", *(name for name, buffer in step.model.named_buffers() if id(buffer) in statistics)}
     unread |= {name for name in left if name.startswith("the output")}
-    before = copied_state(step.model, lambda tensor: id(tensor) in statistics)
+    before = of_model_and_loss(step, copied_state, lambda tensor: id(tensor) in statistics)
     after = {name: value for name, value in left.items() if name not in unread}
     same = [name for name in after.keys() & before if after[name].dtype is before[name].dtype]
     if all(after[name].equal(before[name]) for name in same) and len(same) == len(after):
