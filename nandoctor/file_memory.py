@@ -34,7 +34,7 @@ def cast_to_file(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
     The layout stays, since a kernel may sum in another order for another layout.
     """
-    if tensor.dtype == dtype or not (is_large(tensor.detach()) and tensor.is_contiguous()):
+    if tensor.dtype == dtype or not (is_large_tensor(tensor.detach()) and tensor.is_contiguous()):
         return tensor.to(dtype)
     return map_empty(tensor.shape, dtype).copy_(tensor)
 
@@ -51,20 +51,20 @@ def kept_in_files(wanted: bool) -> Iterator[None]:
 
 def move_to_file(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor with its graph, moved into a file if that is wanted and it is large."""
-    if _graph.in_files and is_large(tensor):
+    if _graph.in_files and is_large_tensor(tensor):
         with torch.no_grad():
             tensor.data = map_empty(tensor.shape, tensor.dtype).copy_(tensor)
     return tensor
 
 
 def _pack(tensor: torch.Tensor) -> Any:
-    if tensor.is_leaf or not is_large(tensor):
+    if tensor.is_leaf or not is_large_tensor(tensor):
         return tensor
     with torch.no_grad():
         return map_empty(tensor.shape, tensor.dtype).copy_(tensor)
 
 
-def is_large(tensor: Any) -> bool:
+def is_large_tensor(tensor: Any) -> bool:
     """Return True for a plain tensor or weight on the CPU, of a megabyte or more."""
     is_dense = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
     return is_dense and tensor.device.type == "cpu" and memory_of([tensor]) >= _LEAST_NBYTES

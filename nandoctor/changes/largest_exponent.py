@@ -45,12 +45,10 @@ class SubtractLargest(SingleEdit):
     def write(self, source: SourceWriter) -> None:
         """Write the difference as the argument of the exponential."""
         expression = source.open(self.site)
-        if expression.op is None:
-            raise CannotWriteError
-        exponent, takers = expression.argument_node("self"), [*descendants(source.ops, expression.op.order, _STEPS)]
+        exponent = expression.argument_node("self")
         first, again, before = expression.editor.named(exponent, expression.editor.code(exponent), "logits")
         if self.along == _GROUPS:
-            largest = _largest_of_groups(expression, next((op for op in takers if op.op in _SCATTERS), None), again)
+            largest = _largest_of_groups(expression, again, source.ops)
         else:
             largest = f"{again}.amax({f'{self.along}, keepdim=True' if self.along else ''})"
         expression.editor.replace(exponent, f"{first} - {largest}.clamp(min=0).detach()", before)
@@ -92,15 +90,17 @@ def _counted(dims: str, rank: int) -> str:
     return str(int(dims) % rank) if dims.lstrip("-").isdigit() else dims
 
 
-def _largest_of_groups(expression: Expression, scatter: OpCall | None, logits: str) -> str:
-    """Return the text of the largest exponent of each group of a `scatter`, for each of its members."""
-    editor, place = expression.editor, expression.node
+def _largest_of_groups(expression: Expression, logits: str, ops: Sequence[OpCall]) -> str:
+    """Return the text of the largest exponent of each group of powers in a sum, for each of its members."""
+    editor, place, power = expression.editor, expression.node, expression.op
+    takers = descendants(ops, power.order, _STEPS) if power is not None else ()
+    scatter = next((op for op in takers if op.op in _SCATTERS), None)
     node, definitions = editor.find(scatter.source) if scatter and scatter.source else None, Definitions(editor, place)
-    if scatter is None or node is None or not definitions.has(node, editor):
+    if power is None or scatter is None or node is None or not definitions.has(node, editor):
         raise CannotWriteError
     added = Expression(editor, node, scatter)
     start, dim, index = (definitions.text_at(added.argument_node(name), place) for name in ("self", "dim", "index"))
-    taken, given = (op.inputs[0].stats if op is not None else None for op in (expression.op, scatter))
+    taken, given = power.inputs[0].stats, scatter.inputs[0].stats
     differs = taken is not None and given is not None and taken.dtype is not given.dtype  # as under autocast
     start = f"{grouped(start)}.to({logits}.dtype)" if differs else grouped(start)
     is_flat = len(scatter.outputs[0].shape) == 1  # then both do the same, and torch calls index_reduce a beta

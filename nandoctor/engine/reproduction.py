@@ -333,9 +333,9 @@ def _replay(steps: list[FailingStep], preparation: Preparation, *, is_first: boo
         if NO_GRADIENT in str(error.__cause__) and not step.call.differentiated:
             others = [replace(step, call=replace(step.call, differentiated=step.call.used))]
         elif not isinstance(error.__cause__, WRONG_CALL):
-            raise
-        with suppress(ModelError):  # if no call fits, the likeliest one's error is raised
-            if others:
+            others = []
+        if others:
+            with suppress(ModelError):  # if no call fits, the likeliest one's error is raised
                 return _replay(others, preparation, is_first=is_first)
         raise
     trace = outcome.trace

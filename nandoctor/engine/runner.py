@@ -15,7 +15,6 @@ from torch import nn
 from nandoctor.autocast.literals import recast
 from nandoctor.autocast.policy import EXACT, Policy, apply_policy, kernels_kept
 from nandoctor.dumps.recorded_format import Recorded
-from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.engine import user_code
 from nandoctor.engine.call import Batch, Call, Mode, Randomness, in_mode, recorded_backends, seeded
 from nandoctor.engine.interventions import choose_mode, intervene, loss_in_fp32, printed_changes, select_samples
@@ -55,7 +54,7 @@ from nandoctor.tracing.dispatch_hook import (
 from nandoctor.tracing.gradient_tracer import GradientTracer
 from nandoctor.tracing.module_tracer import Statistics, Tracer
 from nandoctor.tracing.op_tracer import OnOp, OpTracer
-from nandoctor.tracing.tensor_stats import collect_all, list_unread, walk_tensors
+from nandoctor.tracing.tensor_stats import collect_all, list_unread
 
 Loss = Callable[[Any, Batch], torch.Tensor]
 Look = Callable[[Callable[[], Place], Invocation, Proceed], Any]
@@ -249,12 +248,6 @@ def of_model_and_loss(
     return found
 
 
-def _whole_numbers(output: Any) -> dict[str, torch.Tensor]:
-    """Return the flags, counts and indices in an output, by names that no state has."""
-    found = ((path, it) for path, it in walk_tensors(output) if is_dense(it) and not it.is_complex())
-    return {f"the output {path}".rstrip(): it for path, it in found if not it.is_floating_point()}
-
-
 def nonfinite_before(step: FailingStep) -> dict[str, torch.Tensor]:
     """Return which values that a step begins with are not finite, as `nonfinite_kinds` does."""
     with restored(step.model), printed_changes(step.changes, step.model, step.loss):
@@ -299,8 +292,7 @@ class _RecordedRun:
             self._unread = list_unread(self.output)
             self.kept = of_model_and_loss(step, nonfinite_kinds, is_unwritten)
             is_kept = self._watch.keep and not self._large
-            state = of_model_and_loss(step, copied_state, is_unwritten) if is_kept else {}
-            self.left = state | _whole_numbers(self.output) if is_kept else {}
+            self.left = of_model_and_loss(step, copied_state, is_unwritten) if is_kept else {}
 
     def trace(self, calls: tuple[ModuleCall, ...], kept: Mapping[str, bool]) -> Trace:
         """Return the trace; `calls` are the module calls, `kept` as in `Outcome`."""

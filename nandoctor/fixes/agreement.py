@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.engine.runner import Outcome
 from nandoctor.evidence.formats import EDGE, FP16
 from nandoctor.tracing.tensor_stats import all_finite, numbers_in, walk_tensors
@@ -44,8 +45,8 @@ class Result:
     `meant` marks infinities in the output that the code intends, such as a mask's. `kept` names the model's state that
     the run left non-finite: True for NaN or +Inf, False for -Inf alone, which may be a mask. A large model's gradients
     are gigabytes, so they are checked only once; `looked_at`: the run has found them finite. They belong to loss x
-    `gradient_scale`. `left` is the state that the run leaves. `may_hide` is False if no op of the run made NaN or +Inf,
-    and none is in its batch.
+    `gradient_scale`. `left` is the state that the run leaves, `flags` the whole numbers of its output. `may_hide` is
+    False if no op of the run made NaN or +Inf, and none is in its batch.
     """
 
     values: Mapping[str, torch.Tensor]
@@ -56,6 +57,7 @@ class Result:
     looked_at: bool = False
     kept: Mapping[str, bool] = field(default_factory=dict)
     left: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    flags: Mapping[str, torch.Tensor] = field(default_factory=dict)
     may_hide: bool = True
 
     @property
@@ -194,13 +196,15 @@ def keep(outcome: Outcome | None) -> Result:
         looked_at=not outcome.trace.bad_gradients,
         kept=outcome.kept,
         left=outcome.left,
+        flags=_flags_of(outcome.output),
     )
 
 
 def unlike_state(made: Result, meant: Result, *, counts: bool) -> str | None:
-    """Return the name of state that a run leaves otherwise than another, where both are finite; of `counts` alone."""
-    for name, other in meant.left.items():
-        one = made.left.get(name, torch.zeros(0))
+    """Return what a run leaves otherwise than another, where both are finite, or flags otherwise; of `counts` alone."""
+    ours, theirs = ({**run.left, **run.flags} for run in (made, meant))
+    for name, other in theirs.items():
+        one = ours.get(name, torch.zeros(0))
         is_count = not other.dtype.is_floating_point and (not other.dim() or other.dtype is torch.uint8)
         if counts and not is_count:
             continue
@@ -224,6 +228,12 @@ def values_of(output: Any, loss: torch.Tensor | None) -> dict[str, torch.Tensor]
     found = ((path, numbers_in(leaf)) for path, leaf in walk_tensors(output))
     values = {f"output.{path}": _in_range(values) for path, values in found if values is not None}
     return values if loss is None else values | {"loss": _in_range(loss.detach())}
+
+
+def _flags_of(output: Any) -> dict[str, torch.Tensor]:
+    """Return the flags, counts and indices in an output, by names that no state has."""
+    found = ((path, it) for path, it in walk_tensors(output) if is_dense(it) and not it.is_complex())
+    return {f"the output {path}".rstrip(): it for path, it in found if not it.is_floating_point()}
 
 
 def _in_range(tensor: torch.Tensor) -> torch.Tensor:

@@ -195,10 +195,6 @@ def _has_more(held: TensorStats, before: torch.Tensor) -> bool:
     return found is None or found.num_nan > 0 or found.num_posinf > had[0] or found.num_neginf > had[1]
 
 
-def _has_nan(held: TensorStats) -> bool:
-    return held.counts is not None and held.counts.num_nan > 0
-
-
 def _is_unmeant(held: TensorStats, trace: Trace, reference: Trace, taker: Taken | None = None) -> bool:
     """Return True if a traced op made the non-finite values of a tensor, and they are no mask or marker.
 
@@ -208,7 +204,7 @@ def _is_unmeant(held: TensorStats, trace: Trace, reference: Trace, taker: Taken 
     if held.producer is None:
         return False
     found = trace_back(trace.ops, reference, [held.producer], trace.format)
-    masks = () if _has_nan(held) else ("-inf",)
+    masks = () if held.counts is not None and held.counts.num_nan else ("-inf",)
     sources = [
         source
         for source in found.sources
@@ -331,7 +327,7 @@ class Exposing:
     def exposed(self) -> FailingStep:
         """The step with the exposed tensors in its output, and none of them in its loss."""
         call = replace(self.step.call, forward=self._forward)
-        loss = self.step.loss and wraps(self.step.loss)(partial(self._loss))
+        loss = self.step.loss and wraps(self.step.loss)(partial(self._loss))  # so that a run finds the loss's state
         return replace(self.step, call=call, loss=loss)
 
     def _forward(self, batch: Batch) -> Exposed:

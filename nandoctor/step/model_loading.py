@@ -37,7 +37,7 @@ from nandoctor.engine.user_code import (
     raised_at,
 )
 from nandoctor.errors import ModelError
-from nandoctor.file_memory import cast_to_file, is_large
+from nandoctor.file_memory import cast_to_file, is_large_tensor
 from nandoctor.machine import is_out_of_memory
 from nandoctor.source_files import package_of, parse_source
 from nandoctor.step.scripts import Script
@@ -362,14 +362,14 @@ class Unfilled(TorchFunctionMode):
     ) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         target: Any = args[0] if args else kwargs.get("tensor")
-        if isinstance(target, nn.Parameter) and is_large(target):
+        if isinstance(target, nn.Parameter) and is_large_tensor(target):
             self._weights.add(storage_of(target))  # also reached by `weight.data`
         # Other tensors are drawn: torch.nn.init.trunc_normal_ draws until all values are within its bounds.
-        if name in _DRAWING and is_large(target) and storage_of(target) in self._weights:
+        if name in _DRAWING and is_large_tensor(target) and storage_of(target) in self._weights:
             self._undrawn.add(storage_of(target))
             return target
         return target if name in _FOLLOWING and self.holds(target) else func(*args, **kwargs)
 
     def holds(self, tensor: Any) -> bool:
         """Return True if the tensor was left as it was allocated."""
-        return is_large(tensor) and storage_of(tensor) in self._undrawn
+        return is_large_tensor(tensor) and storage_of(tensor) in self._undrawn

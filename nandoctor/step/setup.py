@@ -25,7 +25,7 @@ from nandoctor.dumps.classify import role_of
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.recorded_format import RandomStates, as_option, read_option
 from nandoctor.engine.call import Call, Mode, Randomness
-from nandoctor.engine.module_state import LARGE_NBYTES, nonfinite_kinds
+from nandoctor.engine.module_state import LARGE_NBYTES, NEGATIVE, nonfinite_kinds
 from nandoctor.engine.progress import Listener
 from nandoctor.engine.reproduction import Preparation, SavedOutputs
 from nandoctor.engine.runner import FailingStep
@@ -344,17 +344,18 @@ def _make_step(
     scale = dump.loss_scale if settings.loss_scale is None else settings.loss_scale
     first = code.nonfinite
     now = nonfinite_kinds(model) if first else {}  # it reads every weight
-    call = Call(
-        batch=arrays,
-        used=used,
-        with_grad=dump.with_grad.intersection(batch.offer.arrays),
-        forward=partial(binding.forward, model),
-        description=binding.description,
-    )
     return FailingStep(
         model=model,
-        built={name: int(now[name].max()) == 1 for name in now if name in first and now[name].equal(first[name])},
-        call=call,
+        built={
+            name: int(now[name].max()) == NEGATIVE for name in now if name in first and now[name].equal(first[name])
+        },
+        call=Call(
+            batch=arrays,
+            used=used,
+            with_grad=dump.with_grad.intersection(batch.offer.arrays),
+            forward=partial(binding.forward, model),
+            description=binding.description,
+        ),
         loss=bind_loss(code.loss, dump, batch.make, used),
         mode=Mode(
             policy=policy,
