@@ -199,10 +199,6 @@ def _record(step: FailingStep, watch: Watch, *, grad: bool) -> tuple[Outcome, Ex
 def _record_once(step: FailingStep, watch: Watch, grad: bool, large: bool) -> tuple[Outcome, Exception | None]:
     mode, call = step.mode, select_samples(flatten(step.changes), step.call)
     batch = {name: recast(mode.policy.wider, tensor).clone() for name, tensor in call.batch.items()}
-    with_grad = {name: tensor for name, tensor in batch.items() if name in call.with_grad | call.differentiated}
-    leaves = {name: it.requires_grad_() for name, it in with_grad.items() if it.is_floating_point() or it.is_complex()}
-    with torch.enable_grad():  # the model may write to an input in place, which it may not to a leaf
-        call = replace(call, batch=batch | {name: leaf.clone() for name, leaf in leaves.items()})
     with in_mode(step.model, mode.training, step.recorded.training):
         with (
             restored(step.model, *held_by(step.loss).values()) as (state, is_unwritten),
@@ -210,7 +206,7 @@ def _record_once(step: FailingStep, watch: Watch, grad: bool, large: bool) -> tu
             seeded(step.randomness, mode.device) as draws,
         ):
             widen_tensors(state, mode.policy.wider, in_files=large)
-            recording = _RecordedRun(replace(step, call=call), watch, leaves, grad=grad, large=large)
+            recording = _RecordedRun(replace(step, call=replace(call, batch=batch)), watch, grad=grad, large=large)
             recording.make(is_unwritten)
             drawn = draws()
         calls = with_nonfinite_state(recording.modules.calls(), recording.modules, step.model)
@@ -257,11 +253,10 @@ def nonfinite_before(step: FailingStep) -> dict[str, torch.Tensor]:
 class _RecordedRun:
     """One run with its tracers (of ops and the backward pass, if watched) and its results."""
 
-    def __init__(
-        self, step: FailingStep, watch: Watch, leaves: Mapping[str, torch.Tensor], *, grad: bool, large: bool
-    ) -> None:
+    def __init__(self, step: FailingStep, watch: Watch, *, grad: bool, large: bool) -> None:
+        step = replace(step, call=self._with_leaves(step.call))
         known = [*known_tensors(step.model, step.call.batch)] if watch.ops else []
-        self._step, self._watch, self._leaves, self._grad, self._large = step, watch, leaves, grad, large
+        self._step, self._watch, self._grad, self._large = step, watch, grad, large
         self._edits = flatten(step.changes)
         self._backward = GradientTracer(known) if watch.ops and watch.backward else None
         self._ops = OpTracer(known=known, gradients=self._backward, on_op=watch.on_op) if watch.ops else None
@@ -273,6 +268,22 @@ class _RecordedRun:
         self._bad_gradients: tuple[TensorStats, ...] = ()
         self._outside: Mapping[str, torch.Tensor] = {}
         self._has_backward = False  # derivatives that the loss takes are no backward pass
+
+    def _with_leaves(self, call: Call) -> Call:
+        """Return the call with inputs that require gradients, and note which of them the step itself differentiates by.
+
+        The model gets copies: it may write to an input in place, which it may not to a leaf.
+        """
+        marked = {name: it for name, it in call.batch.items() if name in call.with_grad | call.differentiated}
+        self._leaves = {
+            name: it.requires_grad_() for name, it in marked.items() if it.is_floating_point() or it.is_complex()
+        }
+        found = self._differentiated = set[str]()
+        with torch.enable_grad():
+            given = {name: leaf.clone() for name, leaf in self._leaves.items()}
+        for name, tensor in given.items():
+            tensor.register_hook(lambda _, name=name: found.add(name))  # type: ignore[no-untyped-call]
+        return replace(call, batch={**call.batch, **given})
 
     def make(self, is_unwritten: Callable[[torch.Tensor], bool]) -> None:
         """Run the step under the run's policy and edits, and read what it was given, what it made and what it wrote."""
@@ -338,7 +349,8 @@ class _RecordedRun:
                 with user_code.kept_running(), torch.autocast(mode.device.type, enabled=False):
                     scale, keep, ends_early = mode.loss_factor, watch.keep, watch.ends_early
                     outside = find_outside(self.loss, model, {**held_by(self._step.loss), **self._leaves})
-                    unread = self._leaves.keys() - self._step.call.with_grad
+                    # Training does not read the gradients by which the step differentiates itself, as by coordinates.
+                    unread = (self._leaves.keys() - self._step.call.with_grad) | self._differentiated
                     self._outside = {name: leaf for name, leaf in outside.items() if name not in unread}
                     self._bad_gradients, self.gradients = run_backward(
                         {**dict(model.named_parameters()), **self._outside},
