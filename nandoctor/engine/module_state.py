@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from operator import is_
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -75,20 +75,19 @@ class EndedEarly(BaseException):
     """A run has shown what was asked of it; code that catches every `Exception` does not catch it."""
 
 
-def held_by(loss: Callable[..., Any] | None) -> dict[str, nn.Module | torch.Tensor]:
-    """Return the modules and tensors that a loss is, is a method of, or reads by name from around it."""
+def held_by(loss: Callable[..., Any] | None) -> dict[str, Any]:
+    """Return what a loss is, is a method of, or reads by name from around it: tensors, and objects with attributes."""
     own = inspect.unwrap(loss) if loss is not None else None
     found = {"": own, "self": getattr(own, "__self__", None)}
     if inspect.isfunction(own):
         with suppress(ValueError):  # a variable around it has no value yet
             around = inspect.getclosurevars(own)
             found |= {**around.globals, **around.nonlocals}
-    return {name: value for name, value in found.items() if isinstance(value, nn.Module | torch.Tensor)}
+    is_code = {name: inspect.isroutine(it) or isinstance(it, type | ModuleType) for name, it in found.items()}
+    return {name: it for name, it in found.items() if hasattr(it, "__dict__") and not is_code[name]}
 
 
-def find_outside(
-    loss: torch.Tensor, model: nn.Module, held: Mapping[str, nn.Module | torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def find_outside(loss: torch.Tensor, model: nn.Module, held: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return what a backward pass gives gradients besides the model's weights, by the names of what is `held`.
 
     Each has a name of its own, which no weight of the model has either.
@@ -108,7 +107,7 @@ def find_outside(
         return {}
     known = {id(tensor): name for _, name, tensor in known_tensors(model, {})}
     for name, value in held.items():
-        inside = value.named_parameters() if isinstance(value, nn.Module) else [("", value)]
+        inside = value.named_parameters() if isinstance(value, nn.Module) else walk_tensors(value)
         known |= {id(tensor): f"{name}.{inner}".strip(".") for inner, tensor in inside}
     named = dict[str, torch.Tensor]()
     for place, leaf in enumerate(found.values(), 1):
@@ -200,26 +199,23 @@ def with_nonfinite_state(calls: tuple[ModuleCall, ...], modules: Tracer, model: 
     return tuple(replace(call, state=state.get(call.module, ())) for call in calls)
 
 
-def list_nonfinite_state(
-    model: nn.Module, left_out: Callable[[torch.Tensor], bool] = lambda _: False
-) -> dict[str, bool]:
+def list_nonfinite_state(model: nn.Module) -> dict[str, bool]:
     """Return the tensors of a model that are not finite: True if one holds a NaN, or a +Inf as squares overflow to.
 
     A -Inf alone may be a mask's.
     """
-    return {name: bool((kinds > NEGATIVE).any()) for name, kinds in nonfinite_kinds(model, left_out).items()}
+    return {name: bool((kinds > NEGATIVE).any()) for name, kinds in nonfinite_kinds(model).items()}
 
 
-def nonfinite_kinds(
-    model: nn.Module, left_out: Callable[[torch.Tensor], bool] = lambda _: False
-) -> dict[str, torch.Tensor]:
+def nonfinite_kinds(holder: Any, left_out: Callable[[torch.Tensor], bool] = lambda _: False) -> dict[str, torch.Tensor]:
     """Return, of the tensors of a model that are not finite, where they hold -inf (1), +inf (2) and NaN (3).
 
-    These may be buffers, weights, and tensors in its modules' attributes and in containers there. Those that are
-    `left_out` are not read.
+    These may be buffers, weights, and tensors in its modules' attributes and in containers there; of a loss that is no
+    module, those in its own attributes. Those that are `left_out` are not read.
     """
-    weights = ((name, weight) for name, weight in model.named_parameters() if type(weight) is nn.Parameter)
-    held = (*model.named_buffers(), *weights, *tensors_in(model, attributes=False))
+    weights = holder.named_parameters() if isinstance(holder, nn.Module) else ()
+    plain = ((name, weight) for name, weight in weights if type(weight) is nn.Parameter)
+    held = (*_buffers_of(holder), *plain, *tensors_in(holder, attributes=False))
     read = ((name, it) for name, it in held if not (it.is_meta or is_lazy(it) or left_out(it)))
     found = ((name, numbers_in(tensor)) for name, tensor in read if not all_finite(tensor))
     return {
@@ -234,12 +230,12 @@ def is_new(now: torch.Tensor, before: torch.Tensor | None) -> bool:
     return before is None or now.shape != before.shape or bool(((now != before) & (now > 0)).any())
 
 
-def copied_state(model: nn.Module, left_out: Callable[[torch.Tensor], bool]) -> dict[str, torch.Tensor]:
+def copied_state(holder: Any, left_out: Callable[[torch.Tensor], bool]) -> dict[str, torch.Tensor]:
     """Return copies of a model's state but weights: tensors except those `left_out`, numbers, containers' lengths."""
-    held = {name: t for name, t in (*model.named_buffers(), *tensors_in(model, attributes=False)) if not left_out(t)}
+    held = {name: t for name, t in (*_buffers_of(holder), *tensors_in(holder, attributes=False)) if not left_out(t)}
     numbers = {name: numbers_in(t) if t.is_floating_point() else t.detach() for name, t in held.items() if is_dense(t)}
     found = {name: values.clone() for name, values in numbers.items() if values is not None}
-    for path, module in model.named_modules():
+    for path, module in _modules_of(holder):
         for name, value in vars(module).items():
             is_container = type(value) in _CONTAINERS
             if name not in _OF_EVERY_MODULE and (is_container or type(value) in (int, float, bool)):
@@ -247,12 +243,21 @@ def copied_state(model: nn.Module, left_out: Callable[[torch.Tensor], bool]) -> 
     return found
 
 
-def tensors_in(model: nn.Module, *, attributes: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def _modules_of(holder: Any) -> Iterable[tuple[str, Any]]:
+    """Return a model's modules with their paths; anything else stands for itself."""
+    return holder.named_modules() if isinstance(holder, nn.Module) else [("", holder)]
+
+
+def _buffers_of(holder: Any) -> Iterable[tuple[str, torch.Tensor]]:
+    return holder.named_buffers() if isinstance(holder, nn.Module) else ()
+
+
+def tensors_in(holder: Any, *, attributes: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors that the model's modules hold by names of their own, with their places.
 
     Weights, buffers and what functions hold are left out; `attributes` is as for `walk_tensors`.
     """
-    for path, module in model.named_modules():
+    for path, module in _modules_of(holder):
         values = {
             name: value
             for name, value in list(vars(module).items())
@@ -305,16 +310,14 @@ _SMALL_NBYTES = 1 << 16
 
 
 @contextmanager
-def restored(
-    model: nn.Module, *others: nn.Module | torch.Tensor
-) -> Iterator[tuple[Sequence[torch.Tensor], Callable[[torch.Tensor], bool]]]:
+def restored(model: nn.Module, *others: Any) -> Iterator[tuple[Sequence[torch.Tensor], Callable[[torch.Tensor], bool]]]:
     """Restore what the model's code, or the run itself, changes in the model and `others` in this context.
 
     These are weights and buffers, written in place or replaced, and the modules' attributes, the containers directly in
     these, and the tensors and random generators in either; not state in files' globals, in closures, in caches of
-    functions and deeper in objects. It yields the tensors that these hold, and a function that returns True for
-    one that no op has written to so far. Small tensors are copied before the run; large ones, whose memory may be a
-    mapped file, just before the first write to them.
+    functions and deeper in objects. An object among `others` is kept as a module is. It yields the tensors that these
+    hold, and a function that returns True for one that no op has written to so far. Small tensors are copied before the
+    run; large ones, whose memory may be a mapped file, just before the first write to them.
     """
     state = _State((model, *others))
     with no_subclass_methods():  # a subclass's own methods may answer otherwise
@@ -334,11 +337,12 @@ def restored(
 class _State:
     """The tensors that modules hold, each once, and what restores the state, last to first."""
 
-    def __init__(self, held: Iterable[nn.Module | torch.Tensor]) -> None:
+    def __init__(self, held: Iterable[Any]) -> None:
         self.tensors: list[torch.Tensor] = []
         self.undo = ExitStack()
         self._seen: dict[int, Any] = {}  # with the values, since the id of a deleted one may be reused
-        self._waiting: list[nn.Module] = []
+        self._waiting = [value for value in held if not isinstance(value, torch.Tensor)]
+        self._seen.update((id(value), value) for value in self._waiting)
         for value in held:
             self._keep(value)
         while self._waiting:
@@ -347,7 +351,8 @@ class _State:
     def _keep_module(self, module: nn.Module) -> None:
         attributes = dict(vars(module))
         self.undo.callback(lambda: _put_back(vars(module), attributes))
-        self.undo.callback(object.__setattr__, module, "__class__", type(module))  # a lazy module becomes another one
+        if issubclass(type(module), nn.Module):  # a lazy one becomes another
+            self.undo.callback(object.__setattr__, module, "__class__", type(module))
         if isinstance(module, torch.jit.ScriptModule):  # it keeps its tensors in C++
             for tensor in (*module.parameters(), *module.buffers()):
                 self._keep(tensor)

@@ -233,12 +233,12 @@ LeftOut = Callable[[torch.Tensor], bool]
 
 
 def of_model_and_loss(
-    step: FailingStep, read: Callable[[nn.Module, LeftOut], Mapping[str, torch.Tensor]], left_out: LeftOut
+    step: FailingStep, read: Callable[[Any, LeftOut], Mapping[str, torch.Tensor]], left_out: LeftOut
 ) -> dict[str, torch.Tensor]:
     """Return what is read of the state of a model, and of the modules of its loss, after `LOSS`."""
     found = dict(read(step.model, left_out))
     for name, value in held_by(step.loss).items():
-        if isinstance(value, nn.Module) and value is not step.model:
+        if not (isinstance(value, torch.Tensor) or value is step.model):
             inner = read(value, left_out).items()
             found |= {_OF_LOSS + f"{name}.{place}".strip("."): state for place, state in inner}
     return found

@@ -226,3 +226,33 @@ class Counted(nn.Linear):
 def test_state_that_runs_do_not_put_back_is_said_after_a_search(replay):
     report = replay(Counted(4, 4), {"x": X}, max_trials=30)
     assert any("gave another output in the search" in note for note in report.search_notes)
+
+
+class Centred:
+    """A loss with a state, which is no module: the directions of rows of zeros are NaN."""
+
+    def __init__(self):
+        self.num_steps, self.center = 0, torch.zeros(4)
+
+    def __call__(self, output, batch):
+        self.num_steps += 1
+        rows = output.detach()
+        self.center = 0.9 * self.center + 0.1 * (rows / rows.norm(dim=1, keepdim=True)).mean(0)
+        return output.mean() * min(self.num_steps, 5)
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_the_state_of_a_loss_that_is_no_module_is_read_and_put_back(is_read, replay):
+    criterion = Centred()
+
+    def reading(output, batch):
+        return criterion(output, batch)
+
+    loss = reading if is_read else criterion
+    model = nn.Linear(4, 4, bias=False)
+    report = replay(model, {"x": X}, loss=loss)
+    assert (criterion.num_steps, bool(criterion.center.any())) == (0, False)
+    assert report.verdict == "healthy"
+    report = replay(model, {"x": torch.zeros(2, 4)}, loss=loss)
+    assert (report.verdict, criterion.center.isnan().any()) == ("cannot-tell", False)
+    assert "loss>" in report.headline
