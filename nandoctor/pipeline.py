@@ -151,7 +151,9 @@ def add_fixes(found: Diagnosed, settings: Settings) -> Report:
         except LossError as error:
             report = replace(found.report, notes=(*found.report.notes, f"{error.message} {error.remedy}"))
             return search_fixes(report, replace(step, loss=None), findings, budget)
-        if not any(fix.verified for fix in report.fixes) and (plain := found.in_fp32()) is not None:
+        if any(fix.verified for fix in report.fixes) or budget.is_spent or step.progress.interrupted:
+            return report
+        if (plain := found.in_fp32()) is not None:
             told = f"With {step.low} autocast no change passed. Nothing in the file shows it: all were tried without."
             second = search_fixes(replace(found.report, notes=(*found.report.notes, told)), *plain, budget)
             report = second if any(fix.verified for fix in second.fixes) else report

@@ -67,7 +67,7 @@ class Finding:
 
     @property
     def analysis(self) -> OpAnalysis:
-        """The op's analysis, which every finding has."""
+        """The op's analysis, which it has if it made non-finite values."""
         assert self.op.analysis is not None
         return self.op.analysis
 

@@ -51,6 +51,11 @@ class Expression:
             return None
         return function.value
 
+    def _is_other_object(self, value: ast.expr) -> bool:
+        """Return True for the `self` of `self.encode(x)`: a tensor has no such method."""
+        method = self.node.func if isinstance(self.node, ast.Call) and value is self._owner else None
+        return isinstance(method, ast.Attribute) and not self.editor.library.has_method(method.attr)
+
     @cached_property
     def arguments(self) -> list[tuple[str | None, ast.expr]]:
         """The arguments in the order of the op's schema, each with its keyword, if any."""
@@ -186,7 +191,7 @@ class Expression:
         for place, (keyword, value) in enumerate(self.arguments):
             schema_name = keyword or ("self" if place == 0 else "other" if place == 1 else "")
             is_literal = isinstance(value, ast.Constant | ast.JoinedStr) or number_in(value) is not None
-            if is_literal or (schema_name in numbers and schema_name not in names):
+            if is_literal or (schema_name in numbers and schema_name not in names) or self._is_other_object(value):
                 continue
             if left and (keyword is None or keyword in names):
                 left -= 1

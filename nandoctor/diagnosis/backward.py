@@ -20,7 +20,7 @@ from nandoctor.diagnosis.conclusion import (
     suspect,
     told_once,
 )
-from nandoctor.diagnosis.origin import BackwardOps, by_forward, find_at, find_removal, trace_back
+from nandoctor.diagnosis.origin import BackwardOps, by_forward, find_removal, findings_of, trace_back
 from nandoctor.evidence.formats import FP32, FloatFormat
 from nandoctor.evidence.report import Cause, Diagnosis
 from nandoctor.evidence.trace import NonfiniteCounts, OpCall, Trace
@@ -51,7 +51,7 @@ def _conclude_run(trace: Trace, reference: Trace, low: FloatFormat, excess_scale
     made = [op for op in trace.backward if op.analysis is not None]
     of_forward = by_forward(trace.backward)
     passed_on = [op for op in made if not _is_removed(op, trace.ops, of_forward)] or made
-    for taken in find_at(passed_on, trace.ops, reference, low):
+    for taken in findings_of(passed_on, trace.ops, reference, low):
         removal, selects = find_removal(taken.op, trace.ops, of_forward)
         finding = as_gradient(taken, removal if selects else None, excess_scale)
         found.append(_diagnose(finding, trace, is_absorbed=removal is not None))
@@ -138,7 +138,7 @@ def _find_kept(inside: Finding, finding: GradientFinding) -> Finding | None:
     taken = [tensor.stats for tensor in inside.op.nonfinite_inputs if tensor.stats is not None]
     kept = {_places(stats.numel, stats.counts) for stats in taken if stats.counts is not None}
     overflows = (op for op in finding.ops if op.analysis is not None and op.analysis.exact is not None)
-    found = find_at(overflows, finding.ops, finding.reference, finding.low)
+    found = findings_of(overflows, finding.ops, finding.reference, finding.low)
     finite = (it for it in found if it.reference_is_finite)
     return next((it for it in finite if _places(it.analysis.numel, it.analysis.counts) in kept), None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
@@ -166,9 +167,9 @@ def trace_back(ops: tuple[OpCall, ...], reference: Trace, symptoms: Sequence[int
     """Trace non-finite tensors from the ops with the orders `symptoms` back to where they were made."""
     sliced = _slice(ops, symptoms)
     outside = [(op, tensor) for op in sliced for tensor in op.nonfinite_inputs if tensor.producer is None]
-    candidates = [*find_at(sliced, ops, reference, low)]
+    candidates = [*findings_of(sliced, ops, reference, low)]
     sources = [source for source in candidates if _is_created(source)]
-    behind = [it for it in find_at(_slice(ops, [*_absorbing(sources)]), ops, reference, low) if it.op.analysis]
+    behind = [it for it in findings_of(_slice(ops, [*_absorbing(sources)]), ops, reference, low) if it.op.analysis]
     sources += [source for source in behind if source not in sources and _is_created(source)]
     # Ops that made NaN from infinities are sources only if there are no others.
     examined = [source for source in candidates if source.had_inf_input and source.op.analysis]
@@ -192,8 +193,8 @@ def trace_back(ops: tuple[OpCall, ...], reference: Trace, symptoms: Sequence[int
     )
 
 
-def find_at(made: Iterable[OpCall], ops: Sequence[OpCall], reference: Trace, low: FloatFormat) -> Iterator[Finding]:
-    """Yield the findings that causes get for those of the `ops` that made non-finite values."""
+def findings_of(made: Iterable[OpCall], ops: Sequence[OpCall], reference: Trace, low: FloatFormat) -> Iterator[Finding]:
+    """Yield what causes get for each of the ops `made`, which are some of `ops`."""
     yield from (Finding(op=op, ops=ops, low=low, reference=reference) for op in made)
 
 
@@ -203,7 +204,7 @@ def find_swallowed(trace: Trace, reference: Trace, low: FloatFormat) -> tuple[Fi
     A clamp or a saturating function that is meant to cut them gives the same in both runs, so they do not count.
     """
     made = (op for op in trace.ops if op.analysis and not op.nonfinite_inputs)
-    sources = find_at(made, trace.ops, reference, low)
+    sources = findings_of(made, trace.ops, reference, low)
     return tuple(source for source in sources if not _is_meant(source) and _is_missed(source))
 
 
@@ -245,10 +246,23 @@ def _absorbs_at(op: OpCall, value: float) -> bool:
     """Return True if the op has exactly `value` for infinite elements alone, and no infinity in its result."""
     made = op.outputs[0]
     taken = [tensor.stats for tensor in op.nonfinite_inputs if tensor.stats is not None]
-    samples = [stats.sample for stats in taken if stats.sample is not None and stats.shape == made.shape]
     if made.sample is None or not op.outputs_finite or not (made.sample == value).any():
         return False
-    return any(np.isinf(sample[made.sample == value]).all() for sample in samples)
+    spread = [sample for stats in taken if (sample := _spread_like(stats, made)) is not None]
+    return any(np.isinf(sample[made.sample == value]).all() for sample in spread)
+
+
+def _spread_like(taken: TensorStats, made: TensorStats) -> NDArray[np.float32] | None:
+    """Return the elements that an op took for each of those sampled of what it made; None if they are not known."""
+    if taken.sample is None or made.sample is None:
+        return None
+    if taken.shape == made.shape:
+        return taken.sample
+    if len(taken.sample) < taken.numel or len(made.sample) < made.numel:
+        return np.full(len(made.sample), taken.sample[0]) if np.isinf(taken.sample).all() else None
+    with suppress(ValueError):  # of other shapes, as a sum's
+        return np.broadcast_to(taken.sample.reshape(taken.shape), made.shape).reshape(-1)
+    return None
 
 
 def _slice(ops: tuple[OpCall, ...], symptoms: Sequence[int]) -> list[OpCall]:

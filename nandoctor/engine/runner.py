@@ -171,7 +171,7 @@ class FailingStep:
 
 def _run(step: FailingStep, watch: Watch) -> Outcome:
     # If it raises without a graph, try again with one: the forward may take gradients or hook them.
-    for grad in sorted({watch.backward, True}):
+    for grad in (True,) if watch.backward else (False, True):
         outcome, error = _record(step, watch, grad=grad)
         if error is None or (grad and user_code.explains(outcome.trace, error)):
             return outcome

@@ -266,9 +266,9 @@ def _judge_limit(proof: Proof) -> Said | None:
     """Refuse a change that gives a number which is not the limit of the formula at a point where it has no value."""
     if proof.written.kind == "state":
         return None
-    has_none = proof.trials.numerics and not proof.trials.exact().finite
+    is_singular = proof.trials.numerics and not proof.trials.exact().finite
     sentence = proof.verifier.meaning.describe_replaced(proof.change, proof.made, proof.edit)
-    if sentence is None and has_none:
+    if sentence is None and is_singular:
         sentence = ", and ".join(_list_replaced(proof.edit)) or _describe_diluted(proof)
     if sentence is not None:
         return Said("failed", sentence, replaces=sentence)
@@ -279,7 +279,7 @@ def _judge_limit(proof: Proof) -> Said | None:
                 alone = f"{guard.fill:g} is the limit for the numbers of this step alone; for others it is {other:g}"
                 return Said("failed", alone, replaces=alone)
         return Said("passed", "the change gives the formula's limit")
-    return Said("not-checked", "no limit of the formula was found") if has_none else None
+    return Said("not-checked", "no limit of the formula was found") if is_singular else None
 
 
 def _describe_diluted(proof: Proof) -> str | None:
@@ -378,7 +378,8 @@ def _judge_past_bound(proof: Proof) -> Said | None:
         return None
     if trials.numerics and not trials.exact().finite:
         if proof.verifier.meaning.smaller is None:
-            said = "float64 overflows too: nothing shows what such exponents should give"
+            why = "overflows too" if trials.exact().ran else "was not run"
+            said = f"float64 {why}: nothing shows what such exponents should give"
             return Said("failed", said, replaces=f"exponents past the bound are replaced, and {said}")
         _, trials = proof.verifier.meaning.smaller
     exact, changed = trials.exact(written.unchanged), trials.reference(written.changed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import takewhile
@@ -57,7 +57,7 @@ _OF_INFINITIES = "indeterminate-form"
 _EPS_LOST = "optimizer-eps-underflow"
 _LARGEST_NEAR = 2.0**20  # fp32's rounding error there is at most 1/16
 _CLAMPED = 8
-"""The size of a clamp or guard where fp32 shows that the values are sound: keeping them is better."""
+"""The size of a clamp or guard that replaces values which are sound in fp32."""
 _VISIBLE = TOLERANCE / 2  # a change that is so far off may be one for the next strength
 
 
@@ -77,15 +77,22 @@ def search_fixes(report: Report, step: FailingStep, findings: Findings, budget: 
     if any(diagnosis.origin.phase == "optimizer" for diagnosis in findings.conclusion.diagnoses[:1]):
         return _fix_optimizer(report, step, findings, budget)
     search = _Search(step, findings, budget)
+    with _ending_early(step):
+        search.try_changes()
+        search.try_fp32_sets()
+        search.vary_settings()
+    return search.added_to(report)
+
+
+@contextmanager
+def _ending_early(step: FailingStep) -> Iterator[None]:
+    """Let the budget end a search and, where `step.progress` does, the user too; what was found stays."""
     try:
         with suppress(BudgetSpent):
-            search.try_changes()
-            search.try_fp32_sets()
-            search.vary_settings()
+            yield
     except KeyboardInterrupt:
         if not step.progress.stop():
             raise
-    return search.added_to(report)
 
 
 def _gave_finite_output(trace: Trace) -> bool:
@@ -104,7 +111,7 @@ def _rank(tried: list[Fix], from_fp32_sets: list[Fix], findings: Findings) -> li
     def key(item: Fix) -> tuple[bool, bool, bool, bool, bool, int, float]:
         size = _size(item.edit, findings)
         is_workaround, elsewhere = item.workaround is not None, _is_only_upstream(item.edit, findings)
-        place = elsewhere, size >= WHOLE, item.patch not in at_origin or size == _CLAMPED
+        place = elsewhere, size >= WHOLE, item.patch not in at_origin or _replaces_sound(item.edit, findings)
         return not item.verified, not is_workaround, *place, size, distance_of(item)
 
     at_origin = {item.patch for item in tried}
@@ -126,8 +133,8 @@ def _fix_optimizer(report: Report, step: FailingStep, findings: Findings, budget
         told = f"No fix was tried: an optimizer's own code is not changed. {by_hand(findings)}".rstrip()
         return replace(report, search_notes=(told,))
     search = _Search(step, findings, budget)
-    with suppress(BudgetSpent):
-        if any(slot.eps for slot in findings.slots):  # an eps of 0 is 0 in fp32 too
+    if any(slot.eps for slot in findings.slots):  # an eps of 0 is 0 in fp32 too
+        with _ending_early(step):
             search.try_fp32_weights()
     found = (*search.added_to(report).fixes, *_fix_optimizer_eps(findings))
     return replace(report, fixes=tuple(replace(fix, rank=rank) for rank, fix in enumerate(found)))
@@ -294,7 +301,7 @@ class _Search:
         stopped = f"Interrupted: the search for fixes is not complete. Not or not fully tried: {untried}."
         interrupted = self._step.progress.interrupted
         left = [] if interrupted else self._untried
-        found_none = not ranked and _CHANGES not in left and self._program_error is None
+        found_none = not ranked and _CHANGES not in self._untried and self._program_error is None
         return replace(
             report,
             fixes=tuple(replace(item, rank=rank, cost=cost_of(item.edit, ops)) for rank, item in enumerate(ranked)),
@@ -469,6 +476,9 @@ def _size(edit: Edit, findings: Findings) -> int:
     if isinstance(edit, KeepModule):
         called = {call.module for call in findings.trace.calls}
         return 5 + (sum(is_below(path, edit.module) for path in called) if edit.children else 1)
-    if isinstance(edit, ClampArgument | GuardArgument) and findings.verdict in ("precision", "silent"):
-        return _CLAMPED
-    return edit.size
+    return _CLAMPED if _replaces_sound(edit, findings) else edit.size
+
+
+def _replaces_sound(edit: Edit, findings: Findings) -> bool:
+    """Return True for a clamp or guard where fp32 shows that the values are sound: keeping them is better."""
+    return isinstance(edit, ClampArgument | GuardArgument) and findings.verdict in ("precision", "silent")

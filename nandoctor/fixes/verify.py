@@ -415,10 +415,15 @@ class TrialBudget:
         self.num_run = 0
         self.out_of_memory = False
 
-    def spend(self) -> None:
-        """Count one more run; raise BudgetSpent if the budget is used up."""
+    @property
+    def is_spent(self) -> bool:
+        """True if no further run may be made."""
         elapsed_s = time.monotonic() - self._started
         too_many = self.max_trials is not None and self.num_run >= self.max_trials
-        if too_many or (self._time_s is not None and elapsed_s > self._time_s):
+        return too_many or (self._time_s is not None and elapsed_s > self._time_s)
+
+    def spend(self) -> None:
+        """Count one more run; raise BudgetSpent if the budget is used up."""
+        if self.is_spent:
             raise BudgetSpent
         self.num_run += 1

@@ -129,4 +129,6 @@ def _default_eps(name: str) -> float | None:
     return eps.default if eps is not None and isinstance(eps.default, float) else None
 
 
-_TORCH = Library(has_module=partial(hasattr, torch.nn), default_eps=_default_eps)
+_TORCH = Library(
+    has_module=partial(hasattr, torch.nn), has_method=partial(hasattr, torch.Tensor), default_eps=_default_eps
+)

@@ -11,7 +11,7 @@ from nandoctor.changes.editor import Editor, Library
 from nandoctor.changes.source_tree import CannotWriteError, negated, parse_source
 from nandoctor.evidence.trace import SourceLine
 
-NO_LIBRARY = Library(has_module=lambda _: False, default_eps=lambda _: None)
+NO_LIBRARY = Library(has_module=lambda _: False, has_method=lambda _: True, default_eps=lambda _: None)
 
 
 def editor(text):

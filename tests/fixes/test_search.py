@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from nandoctor.changes.setting import UseFormat
+from nandoctor.engine.progress import Listener
 from nandoctor.evidence.edits import flatten
 from nandoctor.evidence.formats import BF16, FP32, FP64
 from nandoctor.evidence.report import StepSetting
@@ -209,6 +210,51 @@ def test_a_fix_is_kept_if_the_budget_ends_on_a_smaller_one(mel, monkeypatch):
 
     monkeypatch.setattr("nandoctor.fixes.search._Search._without_idle_parts", end_budget)
     assert [fix.verified for fix in mel.replay().fixes] == [True]
+
+
+class Shares(nn.Module):
+    """Sums of all overflow in fp16 and fp32; the file does not say which of the two it was."""
+
+    def forward(self, x):
+        return (x / x.sum(-1, keepdim=True)).log()
+
+
+class Stopping(Listener):
+    """Interrupts the first trial, and lists the stages that begin after it."""
+
+    stops_gently = True
+
+    def __init__(self):
+        super().__init__()
+        self.later = []
+
+    def begin(self, stage):
+        super().begin(stage)
+        if self.interrupted:
+            self.later.append(stage)
+        elif stage.startswith("trial"):
+            raise KeyboardInterrupt
+
+
+def test_nothing_is_run_after_an_interrupt(replay):
+    stopping = Stopping()
+    report = replay(Shares, {"x": 1e38 * (1 + torch.rand(4, 8))}, progress=stopping)
+    assert (stopping.interrupted, stopping.later) == (True, [])
+    assert report.search_notes[0].endswith(
+        "not complete. Not or not fully tried: sets of modules in fp32, other settings."
+    )
+
+
+def test_what_float64_would_give_is_not_claimed_if_it_was_not_run(replay, monkeypatch):
+    def logistic(self, x):
+        return x.exp() / (1 + x.exp())
+
+    model = type("Logistic", (nn.Module,), {"forward": logistic})
+    assert replay(model, {"x": torch.tensor([[1.0], [100.0]])}).fixes[0].verified
+    monkeypatch.setattr("nandoctor.fixes.verify.MOST_FP64_PARAMETERS", -1)
+    report = replay(model, {"x": torch.tensor([[1.0], [100.0]])})
+    assert {fix.verified for fix in report.fixes} == {False}
+    assert "was not run in float64" in report.fixes[0].workaround
 
 
 class Net(nn.Module):

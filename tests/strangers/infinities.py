@@ -56,6 +56,19 @@ def inverse_energy(h, x):
     return torch.log(energy.reciprocal())
 
 
+HUGE = {"x": 1e38 * (1 + normal(4, 8).abs())}
+
+
+@rows.lifted("numerics . sum reduction-overflow", HUGE, line="keepdim=True")
+def shares_of_a_sum_that_overflows(h, x):
+    return (x / x.sum(-1, keepdim=True)).log() + h
+
+
+@rows.lifted("numerics . sum reduction-overflow", HUGE, line="x.sum()")
+def shares_of_all_that_overflows(h, x):
+    return (x / x.sum()).log() + h
+
+
 @rows.lifted(LOGARITHM, STILL, line="torch.log(h.float()", loss=mean)
 def class_that_the_code_bans(h, x):
     return torch.log(h.float().masked_fill(x > 1, -math.inf).softmax(-1))
