@@ -230,6 +230,20 @@ def is_new(now: torch.Tensor, before: torch.Tensor | None) -> bool:
     return before is None or now.shape != before.shape or bool(((now != before) & (now > 0)).any())
 
 
+def apart_from_state(output: Any, state: Iterable[torch.Tensor], is_unwritten: Callable[[torch.Tensor], bool]) -> Any:
+    """Return a run's output with copies of what lies in the memory of state that is put back after the run."""
+    memory = {storage_of(tensor) for tensor in state if is_dense(tensor) and not is_lazy(tensor)}
+
+    def is_in_state(value: Any) -> bool:
+        if not isinstance(value, torch.Tensor) or not is_dense(value) or is_lazy(value) or is_unwritten(value):
+            return False
+        return storage_of(value) in memory
+
+    if not any(is_in_state(tensor) for _, tensor in walk_tensors(output)):
+        return output
+    return tree_map(lambda value: value.detach().clone() if is_in_state(value) else value, output)
+
+
 def copied_state(holder: Any, left_out: Callable[[torch.Tensor], bool]) -> dict[str, torch.Tensor]:
     """Return copies of a model's state but weights: tensors except those `left_out`, numbers, containers' lengths."""
     held = {name: t for name, t in (*_buffers_of(holder), *tensors_in(holder, attributes=False)) if not left_out(t)}

@@ -20,6 +20,7 @@ from nandoctor.engine.call import Batch, Call, Mode, Randomness, in_mode, record
 from nandoctor.engine.interventions import choose_mode, intervene, loss_in_fp32, printed_changes, select_samples
 from nandoctor.engine.module_state import (
     NEGATIVE,
+    apart_from_state,
     copied_state,
     draw_in_fp32,
     find_outside,
@@ -208,6 +209,8 @@ def _record_once(step: FailingStep, watch: Watch, grad: bool, large: bool) -> tu
             widen_tensors(state, mode.policy.wider, in_files=large)
             recording = _RecordedRun(replace(step, call=replace(call, batch=batch)), watch, grad=grad, large=large)
             recording.make(is_unwritten)
+            with plain_torch():
+                output = apart_from_state(recording.output, state, is_unwritten)
             drawn = draws()
         calls = with_nonfinite_state(recording.modules.calls(), recording.modules, step.model)
     error, kinds, kept = recording.raised, recording.kept, dict[str, bool]()
@@ -216,7 +219,7 @@ def _record_once(step: FailingStep, watch: Watch, grad: bool, large: bool) -> tu
         kept = {name: bool((now > NEGATIVE).any()) for name, now in kinds.items() if is_new(now, before.get(name))}
     return Outcome(
         trace=recording.trace(calls, kept),
-        output=recording.output,
+        output=output,
         random=bool(drawn),
         loss=recording.loss,
         gradients=recording.gradients,

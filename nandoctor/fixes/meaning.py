@@ -65,6 +65,8 @@ _LEAST = 1e-4
 """The error of a gradient that does not count, as a share of all gradients: 1e-6 with an eps, and 0 in the limit."""
 _CUT = 1e-9
 """A gradient that becomes exactly 0 counts from this share of all on: what has none is never trained."""
+_LEFT = "output.kept."
+"""What a step leaves behind is in the output of one that exposes it, by such a name."""
 _ALIKE = 1e-3
 """Sides whose extrapolations differ by more, relative to the largest value, have no common limit."""
 
@@ -309,6 +311,8 @@ class Meaning:
         return torch.where(torch.isfinite(own), own, tends.to(own))
 
     def _place(self, name: str, values: torch.Tensor, worst: int) -> str:
+        if name.startswith(_LEFT):
+            return f"`{name.removeprefix(_LEFT)}` is left as"
         if name == "loss" or not values.dim():
             return f"the {'loss' if name == 'loss' else 'output'} is"
         kind = "sample" if len(values) == self.trials.step.call.sample_count else "row"

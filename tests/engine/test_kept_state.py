@@ -228,6 +228,27 @@ def test_state_that_runs_do_not_put_back_is_said_after_a_search(replay):
     assert any("gave another output in the search" in note for note in report.search_notes)
 
 
+class Gain(nn.Linear):
+    """Leaves a number for the next step, and returns the very buffer that has it."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.register_buffer("gain", torch.ones(()))
+
+    def forward(self, x):
+        with torch.no_grad():
+            level = x.abs().mean()
+            self.gain.copy_((1 - torch.exp(-2 * level)) / level)
+        return super().forward(x), self.gain
+
+
+def test_a_buffer_that_is_returned_is_read_before_it_is_put_back(replay):
+    fixes = replay(Gain, {"x": torch.zeros(3, 4)}).fixes
+    assert next(fix.title for fix in fixes if fix.verified).startswith("Give div the value 2 and no gradient")
+    workarounds = [fix.workaround for fix in fixes if fix.workaround]
+    assert all("where the formula tends to 2" in told for told in workarounds)
+
+
 class Centred:
     """A loss with a state, which is no module: the directions of rows of zeros are NaN."""
 
