@@ -3,50 +3,56 @@
 At a singular point the limit is looked for along neighbouring inputs: the batch, the weights and the buffers are moved
 off the point by shrinking steps, the batch towards its own next sample and along a fixed pattern, from both sides, and
 the results are extrapolated (Aitken: exact for h ** p, whatever p). A limit exists where every side that is finite
-converges, and all to the same number. Where all of that stays at the point, as behind a ReLU, what all arguments of the
-failing ops come from is moved where it is made, so that whatever reads it moves along: whole numbers, too.
+converges, and all to the same number. What all arguments of the failing ops come from is moved too, where it is made:
+a forecast behind a ReLU stays at 0 otherwise. Where all else stays at the point, it is moved alone, whole numbers too.
 """
 
 from __future__ import annotations
 
 import math
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import count, product
+from itertools import chain, islice
 from typing import Any
 
 import torch
-from torch import nn
 
 from nandoctor.changes.clamp import ClampArgument
 from nandoctor.changes.constant import SetArgument
 from nandoctor.changes.guard import GuardArgument
-from nandoctor.changes.running_op import RunningOp, is_tensor
-from nandoctor.dumps.stored_tensor import is_dense
-from nandoctor.engine.module_state import is_large, tensors_in
-from nandoctor.engine.reproduction import is_flags
-from nandoctor.engine.runner import FailingStep
+from nandoctor.changes.running_op import RunningOp
+from nandoctor.engine.module_state import is_large
 from nandoctor.evidence.edits import Change, Edit, OpSite, SingleEdit, flatten
 from nandoctor.evidence.trace import SourceLine
 from nandoctor.fixes.agreement import TOLERANCE, Result
 from nandoctor.fixes.candidates import join
 from nandoctor.fixes.gradients import gradient_error, gradient_errors, reversed_gradient
+from nandoctor.fixes.neighbours import (
+    WAYS,
+    Scaled,
+    Tensors,
+    are_numbers,
+    forward_beside,
+    forward_elsewhere,
+    list_held,
+    moves_at,
+    pattern_like,
+    scaled_alike,
+    scaled_apart,
+    sides_of,
+)
 from nandoctor.fixes.variations import scaled
 from nandoctor.fixes.verify import Trials
-from nandoctor.ops import CASTS, MOVES
 from nandoctor.text import number, percent
-from nandoctor.trees import tree_map
 
-Tensors = Mapping[str, torch.Tensor]
 _FACTORS = tuple(0.5 * 4.0**-n for n in range(6))
 """exp is finite in float64 up to 709, in fp32 up to 88: with steps of 4, one factor lands between the two."""
 _BISECTIONS = 4
 """1 - erf(x) is 0 in float64 from 5.9 on, in fp32 from 3.9 on: that takes up to three more."""
 _STEPS = (2.0**-8, 2.0**-13, 2.0**-18)
 """Each is 1/32 of the one before: sqrt(h) still shrinks sixfold, and float64 keeps ten digits of 1/h."""
-_ROUNDING_IN_64 = 1e-10
+ROUNDING_IN_64 = 1e-10
 """What moves a result by less, as a share of its row, does not move it: float64 has 16 digits."""
 _ROUNDING = 2.0**-22
 """A step that fp32's rounding makes anywhere."""
@@ -146,7 +152,7 @@ class Meaning:
     @cached_property
     def _nearby(self) -> list[Result]:
         """The step moved within the rounding of each number; a zero has none."""
-        pattern = {name: _pattern_like(value, torch.zeros_like(value)) for name, value in self._moved.items()}
+        pattern = {name: pattern_like(value, torch.zeros_like(value)) for name, value in self._moved.items()}
         ways = [pattern, {name: -step for name, step in pattern.items()}] if pattern else []
         return [self._run_beside(direction, _ROUNDING) for direction in ways]
 
@@ -160,7 +166,8 @@ class Meaning:
         """
         if not self.trials.numerics or self.trials.exact().finite or is_large(self.trials.step.model):
             return None
-        sides = self._follow_all(partial(self._run_beside, direction) for direction in _sides(self._moved))
+        beside = (partial(self._run_beside, direction) for direction in sides_of(self._moved))
+        sides = self._follow_all(chain(beside, self._beside_jointly()))
         values = _agreed([side.values for side in sides])
         for runs, is_apart in ((self._beside_sources(), False), (self._beside(self.makers), True)):
             if (is_open := self._open(values)) or not values:
@@ -192,14 +199,23 @@ class Meaning:
 
     @cached_property
     def elsewhere(self) -> Meaning:
-        """The meaning of the step with each tensor and each number of a module times a factor of its own.
+        """The meaning of the step with each tensor and each number that a module holds times a factor of its own."""
+        return self._with_numbers(scaled_alike)
+
+    @cached_property
+    def apart(self) -> Meaning:
+        """The same with a factor of its own for each element, which a point like x - x.mean() = 0 does not survive."""
+        return self._with_numbers(scaled_apart)
+
+    def _with_numbers(self, scaled: Scaled) -> Meaning:
+        """Return the meaning of the step with other numbers.
 
         Zeros stay where they are, and so does a point like x = 0; what the formula gives there may be another number.
         """
-        step = self.trials.step
-        scaled = {name: value * _factor_of(name) for name, value in step.call.batch.items() if _are_numbers(value)}
-        forward = partial(_forward_elsewhere, step)
-        call = replace(step.call, batch={**step.call.batch, **scaled}, forward=forward)
+        step, given = self.trials.step, self.trials.step.call.batch
+        numbers = {name: it for name, it in given.items() if it.is_floating_point() and are_numbers(it)}
+        batch = {**given, **{name: scaled(name, value) for name, value in numbers.items()}}
+        call = replace(step.call, batch=batch, forward=partial(forward_elsewhere, step, scaled))
         return replace(self, trials=self.trials.on(replace(step, call=call)))
 
     def find_fill(self, guard: GuardArgument) -> float:
@@ -209,7 +225,7 @@ class Meaning:
         if offs[0].shape != offs[1].shape:  # a sparse result has no zeros
             return guard.fill
         moved = (offs[1] - offs[0]).nan_to_num().abs()
-        if not bool((moved > _ROUNDING_IN_64).any()):  # as where what follows takes away any shift
+        if not bool((moved > ROUNDING_IN_64).any()):  # as where what follows takes away any shift
             return guard.fill
         place = int(moved.argmax())
         before, last = (float(off[place]) for off in offs)
@@ -220,6 +236,16 @@ class Meaning:
             before, last = last, float(self._off_limit(replace(guard, fill=other))[place])
         found, short = (float(f"{other:.{digits}g}") for digits in (6, 4))
         return short if abs(short - found) <= _ALIKE / 10 * abs(found) else found
+
+    def describe_alone(self, guard: GuardArgument) -> str | None:
+        """Describe a guard whose number is the limit for the numbers of this step alone, or may be; else None."""
+        others = self.apart if self.apart.has_limit else self.elsewhere
+        if not others.trials.exact().ran:
+            return f"whether {guard.fill:g} is the limit for other numbers too is not known"
+        fill = others.find_fill(guard)
+        if abs(fill - guard.fill) <= TOLERANCE * max(abs(fill), abs(guard.fill)):
+            return None
+        return f"{guard.fill:g} is the limit for the numbers of this step alone; for others it is {fill:g}"
 
     def _off_limit(self, change: Change) -> torch.Tensor:
         """Return how far off its limit a changed step is in float64 where it gives no number itself, as shares."""
@@ -354,31 +380,40 @@ class Meaning:
 
     def _numbers(self, names: Set[str]) -> dict[str, torch.Tensor]:
         """Return the tensors of these names, in the model or the batch, that hold numbers."""
-        held = (*_list_held(self.trials.step.model), *self.trials.step.call.batch.items())
-        return {name: value.detach() for name, value in held if name in names and _are_numbers(value)}
+        held = (*list_held(self.trials.step.model), *self.trials.step.call.batch.items())
+        return {name: value.detach() for name, value in held if name in names and are_numbers(value)}
 
-    def _run_beside(self, direction: Tensors, size: float) -> Result:
+    def _run_beside(self, direction: Tensors, size: float, way: tuple[bool, float] | None = None) -> Result:
         step, call = self.trials.step, self.trials.step.call
         shifts = {name: size * shift for name, shift in direction.items()}
         moved = {name: call.batch[name].double() + shifts[name] for name in shifts.keys() & call.batch}
-        beside = replace(call, batch={**call.batch, **moved}, forward=partial(_forward_beside, step, shifts))
-        return self.trials.on(replace(step, call=beside)).exact()
+        beside = replace(call, batch={**call.batch, **moved}, forward=partial(forward_beside, step, shifts))
+        return self.trials.on(replace(step, call=beside)).exact(*(moves_at(self.sources, way, size) if way else ()))
 
     def _beside_sources(self) -> Iterator[Callable[[float], Result]]:
         """Yield runs in which what the arguments of the failing ops come from is moved, where it is made."""
         constants = self._numbers(self.constants - self._moved.keys())
-        for direction in _sides({name: value.double() for name, value in constants.items()}):
+        for direction in sides_of({name: value.double() for name, value in constants.items()}):
             yield partial(self._run_beside, direction)
         yield from self._beside(self.sources)
 
     def _beside(self, sites: Set[OpSite]) -> Iterator[Callable[[float], Result]]:
         """Yield runs in which what is made at these places is moved."""
-        for sign, towards in product((1.0, -1.0), (False, True)) if sites else ():
-            yield partial(self._run_moved, sorted(sites, key=str), sign, towards)
+        for way in WAYS if sites else ():
+            yield partial(self._run_moved, sites, way)
 
-    def _run_moved(self, sites: Sequence[OpSite], sign: float, towards: bool, size: float) -> Result:
-        moves = (_Move(site=it, by=sign * size, phase=place, towards=towards) for place, it in enumerate(sites))
-        return self.trials.exact(*moves)
+    def _run_moved(self, sites: Set[OpSite], way: tuple[bool, float], size: float) -> Result:
+        return self.trials.exact(*moves_at(sites, way, size))
+
+    def _beside_jointly(self) -> Iterator[Callable[[float], Result]]:
+        """Yield runs in which what the arguments of the failing ops come from is moved along with all that is given.
+
+        So a forecast that stays at 0 moves with the number that it is compared with.
+        """
+        given = self._moved | {name: value.double() for name, value in self._numbers(self.constants).items()}
+        pairs = zip(sides_of(given), WAYS, strict=False) if self.sources else ()
+        for direction, way in islice(pairs, 2, None):  # along a pattern: alike to one side, apart to the other
+            yield partial(self._run_beside, direction, way=way)
 
     def _open(self, values: Tensors) -> Tensors:
         """Return where the step is NaN and every neighbour is too; nothing if it is so nowhere."""
@@ -401,32 +436,6 @@ class Meaning:
         values = {name: _extrapolate([run.values[name] for run in runs]) for name in names}
         gradients = {name: _extrapolate([run.gradients[name] for run in runs]) for name in _common(runs, "gradients")}
         return Result(values=values, gradients=gradients, ran=True)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Move(SingleEdit):
-    """Move what an op makes, but flags; only to look at what is beside it. Each `phase` moves equal numbers apart."""
-
-    site: OpSite
-    by: float
-    phase: int
-    towards: bool
-
-    def works_in_place(self, *, has_out: bool) -> bool:
-        return not has_out
-
-    def run(self, op: RunningOp) -> Any:
-        return tree_map(partial(self._moved, op=op), op.run())
-
-    def _moved(self, made: Any, op: RunningOp) -> Any:
-        if not (is_tensor(made) and made.is_floating_point()):
-            return made
-        of_flags = any(taken.dtype is torch.bool for _, taken in op.tensors())
-        if made.dim() and op.name in MOVES | CASTS and (of_flags or is_flags(made)):
-            return made
-        value = made.detach().double().nan_to_num(0.0, 0.0, 0.0)
-        step = _towards_next(value) if self.towards else _pattern_like(value, _sizes_in(value), self.phase)
-        return made.add_(self.by * step) if op.is_mutable else made + self.by * step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -454,86 +463,6 @@ def _with_other_number(edit: SingleEdit) -> SingleEdit:
         return edit
     low, high = (4 * bound if bound is not None else None for bound in (edit.low, edit.high))
     return replace(edit, low=low, high=high, fill=edit.fill + 1.0)
-
-
-def _forward_beside(step: FailingStep, shifts: Tensors, batch: Tensors) -> Any:
-    """Run the forward with moved weights, buffers and attributes; every run puts back the model's state."""
-    for name, tensor in _list_held(step.model):
-        if name in shifts.keys() - step.call.batch:
-            tensor.data = tensor.data + shifts[name]
-    return step.call.forward(batch)
-
-
-def _forward_elsewhere(step: FailingStep, batch: Tensors) -> Any:
-    """Run the forward with other weights, buffers, attributes and numbers; every run puts back the model's state."""
-    for name, tensor in _list_held(step.model):
-        if _are_numbers(tensor) and tensor.is_floating_point():
-            tensor.data = tensor.data * _factor_of(name)
-    for path, module in step.model.named_modules():
-        own = () if type(module).__module__.startswith("torch.") else list(vars(module).items())
-        for name, value in own:
-            if type(value) is float:
-                vars(module)[name] = value * _factor_of(f"{path}.{name}")
-    hook = step.model.register_forward_pre_hook(lambda _, *given: tree_map(_scaled_number, given), with_kwargs=True)
-    try:
-        return step.call.forward(batch)
-    finally:
-        hook.remove()
-
-
-def _scaled_number(given: Any) -> Any:
-    return given * _factor_of("") if type(given) is float else given
-
-
-def _factor_of(name: str) -> float:
-    """Return a factor between 0.2 and 0.8, the same in every process."""
-    return 0.2 + 0.6 * zlib.crc32(name.encode()) / 2**32
-
-
-def _are_numbers(value: torch.Tensor) -> bool:
-    """Return True for finite real numbers; zeros and ones are flags, unless they are weights or a number alone."""
-    if not is_dense(value) or value.is_complex() or value.dtype is torch.bool or not value.numel():
-        return False
-    may_be_flags = value.dim() > 0 and not isinstance(value, nn.Parameter)
-    return not (may_be_flags and is_flags(value)) and bool(torch.isfinite(value).all())
-
-
-def _list_held(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that a model holds: weights, buffers and attributes."""
-    yield from (*model.named_parameters(), *model.named_buffers(), *tensors_in(model, attributes=False))
-
-
-def _sides(moved: Tensors) -> Iterator[Tensors]:
-    """Yield the directions in which tensors are moved: each sample towards the next, and along a pattern."""
-    if not moved:
-        return
-    towards = {name: _towards_next(value) for name, value in moved.items()}
-    yield towards
-    yield {name: -step for name, step in towards.items()}
-    # Alike to one side, apart to the other: x / y at 0 / 0 tends to 1 where both are moved alike.
-    yield {name: _pattern_like(value, _sizes_in(value)) for name, value in moved.items()}
-    phased = zip(sorted(moved), count(1), strict=False)
-    yield {name: -_pattern_like(moved[name], _sizes_in(moved[name]), phase) for name, phase in phased}
-
-
-def _towards_next(value: torch.Tensor) -> torch.Tensor:
-    """Return the step from each sample to the next, of at most the size of its elements."""
-    sizes = _sizes_in(value)
-    return (value.roll(1, 0) - value if value.dim() else value).clamp(-sizes, sizes)
-
-
-def _sizes_in(value: torch.Tensor) -> torch.Tensor:
-    """Return the elements' magnitudes; that of a zero is the median of the others, at most 1."""
-    others = value[value != 0].abs()
-    return torch.where(value == 0, min(float(others.median()), 1.0) if others.numel() else 1.0, value.abs())
-
-
-def _pattern_like(value: torch.Tensor, sizes: torch.Tensor, phase: int = 0) -> torch.Tensor:
-    """Return a half to the whole of each size, so that a small variance stays positive; zeros move to one side."""
-    places = torch.linspace(1, 20, value.numel(), dtype=value.dtype, device=value.device)
-    pattern = (places + phase).cos().view(value.shape)
-    pattern = (1 + pattern.abs()) / 2 * torch.where(pattern < 0, -1.0, 1.0)
-    return torch.where(value == 0, pattern.abs() * sizes, pattern * value)
 
 
 def _common(runs: Sequence[Result], what: str) -> list[str]:

@@ -35,7 +35,7 @@ from nandoctor.fixes.agreement import (
 from nandoctor.fixes.gradient_check import GradientCheck, Said, in_bf16, run_lowered
 from nandoctor.fixes.gradients import LEAST, LEAST_IN_FP32, gradient_error, gradient_errors, reversed_gradient
 from nandoctor.fixes.hidden_values import describe_hidden
-from nandoctor.fixes.meaning import VISIBLE, Meaning
+from nandoctor.fixes.meaning import ROUNDING_IN_64, VISIBLE, Meaning
 from nandoctor.fixes.variations import OTHER_SEED, VARIATIONS, OtherBatches, with_step_before
 from nandoctor.fixes.verify import GRADIENT_TOLERANCE, Judgement, Trials
 from nandoctor.fixes.writing import WrittenChange
@@ -274,9 +274,7 @@ def _judge_limit(proof: Proof) -> Said | None:
         return Said("failed", sentence, replaces=sentence)
     if proof.verifier.meaning.has_limit:
         for guard in (it for it in flatten((proof.edit,)) if isinstance(it, GuardArgument)):
-            other = proof.verifier.meaning.elsewhere.find_fill(guard)
-            if abs(other - guard.fill) > TOLERANCE * max(abs(other), abs(guard.fill)):
-                alone = f"{guard.fill:g} is the limit for the numbers of this step alone; for others it is {other:g}"
+            if (alone := proof.verifier.meaning.describe_alone(guard)) is not None:
                 return Said("failed", alone, replaces=alone)
         return Said("passed", "the change gives the formula's limit")
     return Said("not-checked", "no limit of the formula was found") if is_singular else None
@@ -289,7 +287,9 @@ def _describe_diluted(proof: Proof) -> str | None:
         return None
     made = alone.run(proof.change)
     meaning = replace(proof.verifier.meaning, trials=alone)
-    is_known = made.ran and meaning.limit is not None
+    # What float64 cannot resolve beside the gradients of the whole batch is rounding, as around a smooth point.
+    least = ROUNDING_IN_64 * proof.made.gradient_norm
+    is_known = made.ran and meaning.limit is not None and meaning.limit.gradient_norm > least
     return meaning.describe_replaced(proof.change, made, proof.edit) if is_known else None
 
 

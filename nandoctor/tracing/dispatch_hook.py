@@ -292,6 +292,7 @@ def find_lines(frame: FrameType | None = None) -> Lines:
         if inside is None and frame.f_code.co_filename.startswith(_COMPUTING):
             inside = _line_of(frame)
         frame = _next_frame(frame)
+    frame = _with_text(frame)
     scripted = script_line()
     source = _line_of(frame) if scripted is None else _line_of_script(*scripted)
     if inside is not None:
@@ -300,6 +301,19 @@ def find_lines(frame: FrameType | None = None) -> Lines:
     while caller is not None and (_is_skipped(caller) or _is_package(caller.f_code.co_filename)):
         caller = _next_frame(caller)
     return Lines(source, None, _line_of(caller) if caller is not frame else None)
+
+
+def _with_text(frame: FrameType | None) -> FrameType | None:
+    """Return the frame; if a package made its code from a string, the nearest frame around it whose code has a text."""
+    around = frame
+    while around is not None and (_is_skipped(around) or _is_without_text(around.f_code.co_filename)):
+        around = _next_frame(around)
+    return around or frame
+
+
+@cache
+def _is_without_text(file: str) -> bool:
+    return file.startswith("<") and not linecache.getlines(file)
 
 
 def _next_frame(frame: FrameType) -> FrameType | None:

@@ -3,6 +3,8 @@
 The labels say what the search gives, from the formula: a verified change of the code and its kind, or none.
 """
 
+from types import SimpleNamespace
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -517,6 +519,50 @@ class Rate(Stateful):
 class Annealed(Stateful):
     def forward(self, x):
         return self.lift(x) + torch.tanh(x / self.tau) / x
+
+
+CLASSES = {**ZEROS, "kind": torch.arange(4), "autocast": False}
+
+
+@rows(DIVISION, CLASSES, loss=lambda output, batch: F.cross_entropy(output, batch["kind"]), fix="none")
+class AnnealedByConfig(Stateful):
+    """The limit is a number of a config; the whole numbers of the batch are no others."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = SimpleNamespace(tau=0.3)
+
+    def forward(self, x, kind):
+        return self.lift(x) + torch.tanh(x / self.config.tau) / x
+
+
+@rows(DIVISION, {**ZEROS, "autocast": False}, loss=squared, fix="none")
+class RatioOfTwo(Stateful):
+    """The limit is the ratio of two elements of one buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("rates", torch.tensor([0.3, 0.7]))
+
+    def forward(self, x):
+        return self.lift(x) + torch.expm1(self.rates[0] * x) / torch.expm1(self.rates[1] * x)
+
+
+def relative(output, batch):
+    return ((output - batch["x"]).abs() / torch.maximum(output, batch["x"])).mean()
+
+
+@rows(DIVISION.replace(".", "<loss>"), {"x": ZEROS["x"], "autocast": False}, loss=relative, fix="none")
+class Forecast(nn.Module):
+    """1 if the forecast stays at 0 where the number moves off it, and 0 along both."""
+
+    def __init__(self):
+        super().__init__()
+        self.lift = nn.Linear(8, 8)
+        nn.init.constant_(self.lift.bias, -5.0)
+
+    def forward(self, x):
+        return self.lift(x).relu()
 
 
 @rows("numerics . exp exp-overflow", {"x": 400 * normal(4, 8), "autocast": False}, loss=squared, fix="none")

@@ -48,6 +48,15 @@ def test_a_package_beside_torch_is_named(package, library):
     assert lines_of(forward) == [(str(path), 5)]
 
 
+def test_code_that_was_made_from_a_string_is_told_by_its_call(library):
+    path, forward = library("generating_like")
+    scope = {"forward": forward}
+    exec("def compiled(tensor):\n    return tensor + 1", scope)
+    assert lines_of(scope["compiled"])[0][0] == __file__
+    exec("def compiled(tensor):\n    return forward(tensor)", scope)
+    assert lines_of(scope["compiled"]) == [(str(path), 5)]
+
+
 def test_the_folders_passed_over_end_with_a_separator():
     torch_folder = str(Path(torch.__file__).parent)
     assert not f"{torch_folder}vision/ops.py".startswith(dispatch_hook._SKIPPED_ROOTS)

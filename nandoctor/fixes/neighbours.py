@@ -1,0 +1,166 @@
+"""The neighbours of a failing step: the same code on numbers that are moved a little, or on other numbers."""
+
+from __future__ import annotations
+
+import inspect
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from nandoctor.changes.running_op import RunningOp, is_tensor
+from nandoctor.dumps.stored_tensor import is_dense
+from nandoctor.engine.module_state import tensors_in
+from nandoctor.engine.reproduction import is_flags
+from nandoctor.engine.runner import FailingStep
+from nandoctor.evidence.edits import Edit, OpSite, SingleEdit
+from nandoctor.ops import CASTS, MOVES
+from nandoctor.trees import tree_map
+
+Tensors = Mapping[str, torch.Tensor]
+Scaled = Callable[[str, torch.Tensor], torch.Tensor]
+"""Returns a tensor of this name times other numbers."""
+WAYS = ((True, 1.0), (True, -1.0), (False, 1.0), (False, -1.0))
+"""Whether each sample is moved towards the next, or along a pattern; and the sign."""
+
+
+def are_numbers(value: torch.Tensor) -> bool:
+    """Return True for finite real numbers; zeros and ones are flags, unless they are weights or a number alone."""
+    if not is_dense(value) or value.is_complex() or value.dtype is torch.bool or not value.numel():
+        return False
+    may_be_flags = value.dim() > 0 and not isinstance(value, nn.Parameter)
+    return not (may_be_flags and is_flags(value)) and bool(torch.isfinite(value).all())
+
+
+def list_held(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that a model holds: weights, buffers and attributes."""
+    yield from (*model.named_parameters(), *model.named_buffers(), *tensors_in(model, attributes=False))
+
+
+def forward_beside(step: FailingStep, shifts: Tensors, batch: Tensors) -> Any:
+    """Run the forward with moved weights, buffers and attributes; every run puts back the model's state."""
+    for name, tensor in list_held(step.model):
+        if name in shifts.keys() - step.call.batch:
+            tensor.data = tensor.data + shifts[name]
+    return step.call.forward(batch)
+
+
+def sides_of(moved: Tensors) -> Iterator[Tensors]:
+    """Yield the directions in which tensors are moved, one for each of `WAYS`."""
+    if not moved:
+        return
+    towards = {name: _towards_next(value) for name, value in moved.items()}
+    yield towards
+    yield {name: -step for name, step in towards.items()}
+    # Alike to one side, apart to the other: x / y at 0 / 0 tends to 1 where both are moved alike.
+    yield {name: pattern_like(value, _sizes_in(value)) for name, value in moved.items()}
+    phased = zip(sorted(moved), count(1), strict=False)
+    yield {name: -pattern_like(moved[name], _sizes_in(moved[name]), phase) for name, phase in phased}
+
+
+def _towards_next(value: torch.Tensor) -> torch.Tensor:
+    """Return the step from each sample to the next, of at most the size of its elements."""
+    sizes = _sizes_in(value)
+    return (value.roll(1, 0) - value if value.dim() else value).clamp(-sizes, sizes)
+
+
+def _sizes_in(value: torch.Tensor) -> torch.Tensor:
+    """Return the elements' magnitudes; that of a zero is the median of the others, at most 1."""
+    others = value[value != 0].abs()
+    return torch.where(value == 0, min(float(others.median()), 1.0) if others.numel() else 1.0, value.abs())
+
+
+def pattern_like(value: torch.Tensor, sizes: torch.Tensor, phase: int = 0) -> torch.Tensor:
+    """Return a half to the whole of each size, so that a small variance stays positive; zeros move to one side."""
+    places = torch.linspace(1, 20, value.numel(), dtype=value.dtype, device=value.device)
+    pattern = (places + phase).cos().view(value.shape)
+    pattern = (1 + pattern.abs()) / 2 * torch.where(pattern < 0, -1.0, 1.0)
+    return torch.where(value == 0, pattern.abs() * sizes, pattern * value)
+
+
+def moves_at(sites: Set[OpSite], way: tuple[bool, float], size: float) -> list[Edit]:
+    """Return what moves all that is made at these places, in one of `WAYS`."""
+    towards, sign = way
+    ordered = enumerate(sorted(sites, key=str))
+    return [_Move(site=site, by=sign * size, phase=place, towards=towards) for place, site in ordered]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Move(SingleEdit):
+    """Move what an op makes, but flags; only to look at what is beside it. Each `phase` moves equal numbers apart."""
+
+    site: OpSite
+    by: float
+    phase: int
+    towards: bool
+
+    def works_in_place(self, *, has_out: bool) -> bool:
+        return not has_out
+
+    def run(self, op: RunningOp) -> Any:
+        return tree_map(partial(self._moved, op=op), op.run())
+
+    def _moved(self, made: Any, op: RunningOp) -> Any:
+        if not (is_tensor(made) and made.is_floating_point()):
+            return made
+        of_flags = any(taken.dtype is torch.bool for _, taken in op.tensors())
+        if made.dim() and op.name in MOVES | CASTS and (of_flags or is_flags(made)):
+            return made
+        value = made.detach().double().nan_to_num(0.0, 0.0, 0.0)
+        step = _towards_next(value) if self.towards else pattern_like(value, _sizes_in(value), self.phase)
+        return made.add_(self.by * step) if op.is_mutable else made + self.by * step
+
+
+def forward_elsewhere(step: FailingStep, scaled: Scaled, batch: Tensors) -> Any:
+    """Run the forward with other weights, buffers, attributes and numbers; every run puts back the model's state."""
+    for name, tensor in list_held(step.model):
+        if are_numbers(tensor) and tensor.is_floating_point():
+            tensor.data = scaled(name, tensor.data)
+    with ExitStack() as undo:
+        for place, numbers in _list_numbers(step.model):
+            undo.callback(numbers.update, dict(numbers))
+            floats = [name for name, value in numbers.items() if type(value) is float]
+            numbers.update({name: numbers[name] * _factor_of(f"{place}.{name}") for name in floats})
+        hook = step.model.register_forward_pre_hook(lambda _, *given: tree_map(_scaled_number, given), with_kwargs=True)
+        undo.callback(hook.remove)
+        return step.call.forward(batch)
+
+
+def _list_numbers(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:
+    """Return the attributes of the user's modules and of their configs, and the dicts among them, each once."""
+    found = dict[int, tuple[str, dict[str, Any]]]()
+    for path, module in model.named_modules():
+        own = {} if type(module).__module__.startswith("torch.") else vars(module)
+        for name, held in {"": module, **own}.items() if own else ():
+            numbers = held if type(held) is dict else getattr(held, "__dict__", None)
+            is_code = isinstance(held, type | ModuleType) or inspect.isroutine(held)
+            if isinstance(numbers, dict) and not is_code:
+                found.setdefault(id(numbers), (f"{path}.{name}", numbers))
+    return list(found.values())
+
+
+def _scaled_number(given: Any) -> Any:
+    return given * _factor_of("") if type(given) is float else given
+
+
+def scaled_alike(name: str, value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor times a factor of its own."""
+    return value * _factor_of(name)
+
+
+def scaled_apart(name: str, value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with each element times a factor of its own."""
+    places = torch.linspace(1, 20, value.numel(), dtype=value.dtype, device=value.device)
+    return value * _factor_of(name) * (1 + places.cos().view(value.shape) / 2)
+
+
+def _factor_of(name: str) -> float:
+    """Return a factor between 0.2 and 0.8, the same in every process."""
+    return 0.2 + 0.6 * zlib.crc32(name.encode()) / 2**32
