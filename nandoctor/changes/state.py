@@ -9,7 +9,7 @@ from nandoctor.evidence.edits import SingleEdit, Snippet, kind_of_change
 
 @kind_of_change
 class ResetBuffers(SingleEdit):
-    """Reset buffers as in a fresh model: running means to 0, running variances to 1, other non-finite values to 0."""
+    """Reset what is non-finite in buffers: variances to 1, as in a fresh model, all else to 0."""
 
     is_text_alone: ClassVar[bool] = True
 
@@ -22,10 +22,19 @@ class ResetBuffers(SingleEdit):
         count = len(self.names)
         return f"Reset the buffer {self.names[0]}" if count == 1 else f"Reset {count} non-finite buffers"
 
+    @property
+    def replaces(self) -> str:
+        """What other buffers than running statistics have lost: no batch restores it."""
+        return "" if self._are_statistics else "what the buffer has lost is 0 now"
+
+    @property
+    def _are_statistics(self) -> bool:
+        return all(name.rpartition(".")[2].startswith("running_") for name in self.names)
+
     def snippet(self, model: Any) -> Snippet:
         """Reset buffers by name, unless they are running statistics: another non-finite one may be a mask."""
-        if all(name.rpartition(".")[2].startswith("running_") for name in self.names):
-            which = '"running_" in name and not buffer.isfinite().all()'
+        if self._are_statistics:
+            which = '"running_" in name'
             then = "a few batches in train mode, without an optimizer step, restore the statistics"
         else:
             which = f"name in {list(self.names)}"
@@ -33,7 +42,7 @@ class ResetBuffers(SingleEdit):
         text = (
             "for name, buffer in model.named_buffers():\n"
             f"    if {which}:\n"
-            '        buffer.data.fill_(1.0 if "var" in name.rpartition(".")[2] else 0.0)\n'
+            '        buffer.data[~buffer.isfinite()] = 1.0 if "var" in name.rpartition(".")[2] else 0.0\n'
             f"# {then}\n"
         )
         return Snippet(kind="state", text=text)

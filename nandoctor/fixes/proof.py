@@ -265,7 +265,8 @@ def _list_misdirected(proof: Proof, meant: Result) -> Iterator[tuple[str, float,
 def _judge_limit(proof: Proof) -> Said | None:
     """Refuse a change that gives a number which is not the limit of the formula at a point where it has no value."""
     if proof.written.kind == "state":
-        return None
+        lost = ", and ".join(_list_replaced(proof.edit))
+        return Said("failed", lost, replaces=lost) if lost else None
     is_singular = proof.trials.numerics and not proof.trials.exact().finite
     sentence = proof.verifier.meaning.describe_replaced(proof.change, proof.made, proof.edit)
     if sentence is None and is_singular:
