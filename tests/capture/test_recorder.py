@@ -52,6 +52,26 @@ def test_the_replay_is_bit_for_bit_that_step(tmp_path):
     assert case.report.bad_gradients  # the loss function came with the file
 
 
+class Rated(nn.Linear):
+    """Returns a rate, which is NaN for a count of 0, beside its scores."""
+
+    def forward(self, x, count):
+        scores = super().forward(x)
+        return {"rate": (scores.sum() * 0) / count, "scores": scores}
+
+
+def test_a_nan_that_agrees_does_not_hide_other_outputs(tmp_path):
+    model = Rated(3, 2)
+    model.register_forward_hook(lambda _, __, output: {**output, "scores": output["scores"] + 9})
+    with Recorder(model, folder=tmp_path, arguments={"in_features": 3, "out_features": 2}) as recorder:
+        recorder.watch(model(torch.ones(4, 3), torch.zeros(()))["rate"])
+    as_recorded = nandoctor.replay(recorder.written[0], model=lambda: model, fixes=False).report.reproduction
+    without_hook = nandoctor.replay(recorder.written[0], fixes=False).report.reproduction
+    assert (as_recorded.grade, without_hook.grade) == ("exact", "same-mask")
+    assert (without_hook.output, without_hook.num_bad_saved) == ("output.rate", 1)
+    assert without_hook.max_rel_err > 0.5
+
+
 def test_train_flags_and_arguments_are_those_of_the_call(tmp_path):
     model = make_model()
     model.norm.eval()
