@@ -27,6 +27,7 @@ from nandoctor.capture.updates import Update, has_room
 from nandoctor.dumps.packing import Packed, pack
 from nandoctor.dumps.recorded_format import RandomStates
 from nandoctor.dumps.stored_tensor import is_dense
+from nandoctor.text import dtype_name
 from nandoctor.torch_compat import buffers_of, parameters_of, versions_of
 from nandoctor.tracing.tensor_stats import walk_tensors
 
@@ -232,6 +233,7 @@ class StateBefore(NamedTuple):
     kept: _Snapshot
     training: tuple[bool, ...]
     autocast: dict[str, Any]
+    default_dtype: torch.dtype
 
 
 class Observer:
@@ -239,6 +241,7 @@ class Observer:
 
     def __init__(self, model: nn.Module, undo_nbytes: int) -> None:
         self.model, self.undo_nbytes = model, undo_nbytes
+        self._built_dtype = dtype_name(torch.get_default_dtype())
         self.sharded = any(map(is_sharded, model.parameters()))
         self._paths, self._modules = zip(*model.named_modules(), strict=True)
         self._attributes = list(map(vars, self._modules))
@@ -265,6 +268,7 @@ class Observer:
             kept=self._keeper.keep(),
             training=self._read_flags(),
             autocast=read_autocast(self.device.type),
+            default_dtype=torch.get_default_dtype(),
         )
 
     def _read_flags(self) -> tuple[bool, ...]:
@@ -315,6 +319,8 @@ class Observer:
             "training": dict(zip(self._paths, before.training, strict=True)),
             "mixed_precision": describe_mixed_precision(model),
             "autocast": before.autocast if before.autocast["enabled"] else self.autocast_inside or before.autocast,
+            "default_dtype": dtype_name(before.default_dtype),
+            "built_dtype": self._built_dtype,
         }
         if not is_same:
             return contents, ["the modules of the step: some were added or taken out after the recorder was made"]

@@ -11,6 +11,7 @@ from trainings import loss_of, make_batch, make_model, train
 import nandoctor
 from nandoctor import NanDoctorError, NonFiniteTrainingError, Recorder
 from nandoctor.dumps.reader import read_dump
+from nandoctor.process_wide import switched
 
 
 def make_scaler(scale=1024.0):
@@ -70,6 +71,27 @@ def test_a_nan_that_agrees_does_not_hide_other_outputs(tmp_path):
     assert (as_recorded.grade, without_hook.grade) == ("exact", "same-mask")
     assert (without_hook.output, without_hook.num_bad_saved) == ("output.rate", 1)
     assert without_hook.max_rel_err > 0.5
+
+
+class Noisy(nn.Linear):
+    """Draws and makes numbers without a dtype."""
+
+    def forward(self, x):
+        return super().forward(x + torch.rand(4, 3)) / torch.linspace(0, 1, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_is_that_of_the_forward(tmp_path, dtype):
+    model = Noisy(3, 2).to(dtype)
+    with Recorder(model, folder=tmp_path, arguments={"in_features": 3, "out_features": 2}) as recorder:
+        with switched({"default_dtype": dtype}):  # as Lightning's "bf16-true" does
+            output = model(torch.ones(4, 3))
+        recorder.watch(output.sum())
+    recorded = read_dump(recorder.written[0]).recorded
+    assert (recorded.built_dtype, recorded.default_dtype) == ("float32", str(dtype).removeprefix("torch."))
+    reproduction = nandoctor.replay(recorder.written[0], fixes=False).report.reproduction
+    assert (reproduction.grade, reproduction.num_bad_saved) == ("exact", 4)
+    assert torch.get_default_dtype() is torch.float32
 
 
 def test_train_flags_and_arguments_are_those_of_the_call(tmp_path):
