@@ -31,6 +31,9 @@ from nandoctor.text import dtype_name
 from nandoctor.torch_compat import buffers_of, parameters_of, versions_of
 from nandoctor.tracing.tensor_stats import walk_tensors
 
+RAISED = Flag(1.0)
+"""The flag of a step that raised an error for a non-finite value."""
+
 
 @dataclass(slots=True, kw_only=True)
 class RecordedStep:

@@ -180,7 +180,7 @@ def restore_generators(states: Iterable[torch.Tensor], host: RandomStates, devic
 
 
 def recorded_backends(recorded: Recorded, device: torch.device) -> AbstractContextManager[None]:
-    """Return a context with the recorded switches; those of kernels hold on the kind of device that they were set for."""
+    """Return a context with the recorded switches; those of kernels only on the kind of device they were set for."""
     on_device = recorded.autocast is not None and recorded.autocast.device == device.type
     values = recorded.backends if on_device else {}
     kernels = {name: values[name] for name in RECORDED if name in values and _is_possible(name, values[name])}

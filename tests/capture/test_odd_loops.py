@@ -1,5 +1,7 @@
 """Loops and models that are written otherwise than most: what failed is saved from before its update, and replayed."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from loops import Net, loss_of
@@ -173,7 +175,19 @@ def test_a_step_of_another_model_is_told_and_not_saved(tmp_path, caplog):
         loss.backward()
         optimizer.step()
     assert recorder.written == ()
-    assert caplog.text.count("its model was not since the last update") == 1
+    assert caplog.text.count("give that to a new Recorder") == 1
+
+
+@pytest.mark.parametrize("marks", ["watch", "step, watch", "step"])
+def test_a_loop_that_calls_another_method_goes_on(tmp_path, caplog, marks):
+    model = Net()
+    with Recorder(model, folder=tmp_path) as recorder:
+        for _ in range(3):
+            with recorder.step() if "step" in marks else nullcontext():
+                loss = model.enter(torch.randn(5, 4)).sum()
+                if "watch" in marks:
+                    recorder.watch(loss)
+    assert caplog.text.count("let `forward` call them") == 1
 
 
 def test_a_fix_is_written_for_the_autocast_of_the_training(tmp_path):
