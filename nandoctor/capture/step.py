@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -228,15 +230,20 @@ def _parameter_names(function: Callable[..., Any]) -> list[str]:
 
 
 _FLAG = itemgetter("training")
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
 class StateBefore(NamedTuple):
-    """The state before the forward; `training` has the train flags in the order of the model's modules."""
+    """The state before the forward; `training` has the train flags in the order of the model's modules.
+
+    `generators` has the states of the random generators that modules hold as attributes.
+    """
 
     kept: _Snapshot
     training: tuple[bool, ...]
     autocast: dict[str, Any]
     default_dtype: torch.dtype
+    generators: dict[str, torch.Tensor]
 
 
 class Observer:
@@ -248,6 +255,10 @@ class Observer:
         self.sharded = any(map(is_sharded, model.parameters()))
         self._paths, self._modules = zip(*model.named_modules(), strict=True)
         self._attributes = list(map(vars, self._modules))
+        held = [(path, *item) for path, own in zip(self._paths, self._attributes, strict=True) for item in own.items()]
+        drawing = {f"{path}.{name}".lstrip("."): value for path, name, value in held if isinstance(value, _GENERATORS)}
+        self._own_generators = {name: it for name, it in drawing.items() if isinstance(it, torch.Generator)}
+        self._unsaved = [f"{name}: the state of a random generator" for name in drawing.keys() - self._own_generators]
         self._keeper = StateKeeper(model, undo_nbytes)
         weights = [place for place in _places_of(model, parameters_of) if place[1][place[2]] is not None]
         trained = [place for place in weights if _is_trained(place)]
@@ -272,6 +283,7 @@ class Observer:
             training=self._read_flags(),
             autocast=read_autocast(self.device.type),
             default_dtype=torch.get_default_dtype(),
+            generators={place: generator.get_state() for place, generator in self._own_generators.items()},
         )
 
     def _read_flags(self) -> tuple[bool, ...]:
@@ -324,13 +336,13 @@ class Observer:
             "autocast": before.autocast if before.autocast["enabled"] else self.autocast_inside or before.autocast,
             "default_dtype": dtype_name(before.default_dtype),
             "built_dtype": self._built_dtype,
+            "generators": before.generators,
         }
         if not is_same:
             return contents, ["the modules of the step: some were added or taken out after the recorder was made"]
         lost += [name for name in buffers if name not in kept]  # those of TorchScript
-        return contents, [
-            f"state_dict.{name}: the file has its value from after the forward, not before it" for name in lost
-        ]
+        changed = "the file has its value from after the forward, not before it"
+        return contents, [*self._unsaved, *(f"state_dict.{name}: {changed}" for name in lost)]
 
 
 def _is_trained(place: _Place) -> bool:

@@ -57,7 +57,15 @@ from nandoctor.step.model_loading import (
 from nandoctor.step.saved_arrays import SavedBatch, choose_policies, find_outputs, names_read, read_batch, weight_dtype
 from nandoctor.step.scripts import Options, find_buildings, suggest_model
 from nandoctor.step.settings import Settings
-from nandoctor.step.weights import add_casts, cast_weights, fill_loss, fit_state, num_misfits, registered_state
+from nandoctor.step.weights import (
+    add_casts,
+    cast_weights,
+    fill_loss,
+    fit_state,
+    num_misfits,
+    registered_state,
+    set_generators,
+)
 from nandoctor.text import join_first, relative_path
 from nandoctor.torch_compat import TORCH, check_torch, default_device, minor_version, other_torch
 from nandoctor.tracing.tensor_stats import all_finite, format_of
@@ -178,7 +186,7 @@ def _load_weights(code: _Code, dump: Dump, settings: Settings, device: torch.dev
     with cuda_code(device):  # it marked buffers as made on the host, and unmarks what is sent to the device
         code.model.to(device)
     add_casts(code.model, dump.recorded)
-    return notes
+    return [*notes, *set_generators(code.model, dump.recorded.generators)]
 
 
 def _explain_misfit(error: ModelError, code: _Code, dump: Dump, settings: Settings) -> ModelError:

@@ -1,6 +1,7 @@
 """The recorder in a plain loop: what it saves is the failing step, and its replay is that step bit for bit."""
 
 import logging
+import random
 from contextlib import nullcontext
 
 import pytest
@@ -71,6 +72,30 @@ def test_a_nan_that_agrees_does_not_hide_other_outputs(tmp_path):
     assert (as_recorded.grade, without_hook.grade) == ("exact", "same-mask")
     assert (without_hook.output, without_hook.num_bad_saved) == ("output.rate", 1)
     assert without_hook.max_rel_err > 0.5
+
+
+class Drawing(nn.Linear):
+    """Draws from generators of its own."""
+
+    def __init__(self, seed):
+        super().__init__(3, 2)
+        self.inner = nn.Identity()
+        self.inner.noise = torch.Generator().manual_seed(seed)
+        self.order = random.Random(seed)
+
+    def forward(self, x):
+        return super().forward(x) + torch.rand(2, generator=self.inner.noise)
+
+
+def test_a_generator_of_the_models_own_is_put_back(tmp_path):
+    model = Drawing(seed=1)
+    with Recorder(model, folder=tmp_path, arguments={"seed": 1}) as recorder:
+        for value in (1.0, torch.nan):
+            recorder.watch(model(torch.ones(3, 3)).mean() * value)
+    assert "order: the state of a random generator" in read_dump(recorder.written[0]).missing
+    assert nandoctor.replay(recorder.written[0], fixes=False).report.reproduction.grade == "exact"
+    other = nandoctor.replay(recorder.written[0], model=lambda: nn.Linear(3, 2), fixes=False).report
+    assert any("generator inner.noise does not fit" in note for note in other.notes)
 
 
 class Noisy(nn.Linear):
