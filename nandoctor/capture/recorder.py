@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from nandoctor.capture.dump_contents import describe, describe_training, fit_into
-from nandoctor.capture.environment import unwrap_model
+from nandoctor.capture.environment import called_model, unwrap_model
 from nandoctor.capture.hooks import AFTER_UPDATE, BEFORE_UPDATE, Hook, attach, do_nothing, scout_autocast
 from nandoctor.capture.step import Observer, RecordedStep, held
 from nandoctor.capture.step_policy import OnSave, StepPolicy
@@ -123,6 +123,7 @@ class Recorder:
 
     def _follow_model(self) -> None:
         refuse_unknown(self.model)
+        self.model = called_model(self.model)
         observer = Observer(unwrap_model(self.model), self.undo_nbytes)
         # A disabled scaler neither scales nor skips.
         scaler = self.scaler if getattr(self.scaler, "is_enabled", lambda: True)() else None

@@ -178,6 +178,30 @@ def test_a_step_of_another_model_is_told_and_not_saved(tmp_path, caplog):
     assert caplog.text.count("give that to a new Recorder") == 1
 
 
+class Opening(nn.Module):
+    """A wrapper as Fabric's: it casts the inputs, opens autocast, and has the state of what it holds."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def state_dict(self, *args, **kwargs):
+        return self.inner.state_dict(*args, **kwargs)
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.inner(x.float()).float()
+
+
+def test_a_wrapper_that_opens_autocast_is_looked_into(tmp_path):
+    model = Opening(nn.Linear(4, 2))
+    with Recorder(model, folder=tmp_path, arguments={"in_features": 4, "out_features": 2}) as recorder:
+        recorder.watch(model(torch.ones(3, 4, dtype=torch.float64)).sum() * torch.nan)
+    recorded = read_dump(recorder.written[0]).recorded
+    assert (recorded.model.name, recorded.autocast.dtype) == ("Linear", "bfloat16")
+    assert nandoctor.replay(recorder.written[0], fixes=False).report.reproduction.grade == "exact"
+
+
 @pytest.mark.parametrize("marks", ["watch", "step, watch", "step"])
 def test_a_loop_that_calls_another_method_goes_on(tmp_path, caplog, marks):
     model = Net()
