@@ -315,7 +315,7 @@ def _find_bindings(dump: Dump, code: _Code, batch: SavedBatch, settings: Setting
     if settings.inputs:
         return [bind_inputs(settings.inputs, batch.offer)]
     if dump.recorded.calls:
-        return [bind_calls(dump.recorded, batch.offer.device, dump.missing)]
+        return [bind_calls(dump, batch.offer.device)]
     return find_bindings(code.model, batch.offer)
 
 
