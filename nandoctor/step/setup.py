@@ -39,6 +39,7 @@ from nandoctor.step.code_references import (
     check_method,
     describe_code_change,
     fill_config,
+    fill_optimizer,
     find_loss,
     find_model,
     find_optimizer,
@@ -92,7 +93,7 @@ def prepare(dump: Dump, model: ModelSource | None, settings: Settings, progress:
     project = project_of(dump)
     with project.preparing():
         code = _import_code(dump, source, settings, device)
-        dump = fit_state(dump, code.model)
+        dump = fill_optimizer(fit_state(dump, code.model))
         loss, loss_notes = fill_loss(code.loss, dump)
         code = replace(code, loss=loss)
         weight_notes = _load_weights(code, dump, settings, device)
