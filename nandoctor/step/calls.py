@@ -31,9 +31,9 @@ from nandoctor.step.binding import (
     Signature,
     bind,
     read_signature,
-    spell,
     the_only_array,
 )
+from nandoctor.text import brief
 from nandoctor.tracing.tensor_stats import walk_tensors
 from nandoctor.trees import walk
 
@@ -70,7 +70,10 @@ def bind_calls(dump: Dump, device: torch.device) -> Binding:
         return {"returned": output.get("loss") if isinstance(output, Mapping) else output, **inside}
 
     what = f"model.{recorded.method}" if recorded.method else "model"
-    shown = ", ".join(dict.fromkeys(spell(name.partition(".")[2]) for name in names))
+    first = recorded.calls[0]
+    more = (f"args[{place}]" for place in range(len(first.names), len(first.args)))
+    given = (*first.names[: len(first.args)], *more, *(f"{name}={name}" for name in first.kwargs))
+    shown = ", ".join(map(brief, given))
     times = f", {len(recorded.calls)} calls" if len(recorded.calls) > 1 else ""
     return Binding(description=f"{what}({shown}){times}", arrays=names, forward=forward)
 

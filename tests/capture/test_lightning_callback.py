@@ -98,7 +98,7 @@ def test_a_training_that_dies_is_replayed_bit_for_bit(tmp_path):
     assert 0 < reproduction.num_bad_saved < 256
     assert (case.first_nonfinite.place.module, case.first_nonfinite.elements.samples) == ("net.middle", (2,))
     assert case.report.bad_gradients
-    assert case.report.notes[0].startswith("Replayed as model.training_step(batch[0], batch[1]) in train mode")
+    assert case.report.notes[0].startswith("Replayed as model.training_step(batch, batch_idx) in train mode")
 
 
 class Annealed(Lit):
