@@ -209,9 +209,9 @@ class Recorder:
             step = None
         if step is None or not step.calls:
             self._warn(
-                "watch was called, but the model itself, model(...), was not in this step, which cannot be saved. Call "
-                "watch between the forward and the update. If the loop calls other methods of the model, let `forward` "
-                "call them; if it goes on with another model, give that to a new Recorder."
+                "the model itself, model(...), was not called in a step, which cannot be saved. Call watch between the "
+                "forward and the update. If the loop calls other methods of the model, let `forward` call them; if it "
+                "goes on with another model, give that to a new Recorder."
             )
         if step is None:
             return

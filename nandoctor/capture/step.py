@@ -256,7 +256,9 @@ class Observer:
         self._paths, self._modules = zip(*model.named_modules(), strict=True)
         self._attributes = list(map(vars, self._modules))
         held = [(path, *item) for path, own in zip(self._paths, self._attributes, strict=True) for item in own.items()]
-        drawing = {f"{path}.{name}".lstrip("."): value for path, name, value in held if isinstance(value, _GENERATORS)}
+        drawing = {
+            f"{path}.{name}".lstrip("."): value for path, name, value in held if issubclass(type(value), _GENERATORS)
+        }
         self._own_generators = {name: it for name, it in drawing.items() if isinstance(it, torch.Generator)}
         self._unsaved = [f"{name}: the state of a random generator" for name in drawing.keys() - self._own_generators]
         self._keeper = StateKeeper(model, undo_nbytes)

@@ -43,7 +43,8 @@ class RecorderCallback(TrainerCallback):
             try:
                 computed = compute_loss(model, inputs, *args, **kwargs)
             except Exception:
-                self.recorder.hold(batch)
+                if trainer.is_in_train:
+                    self.recorder.hold(batch)
                 raise
             if trainer.is_in_train and model.training:
                 self.recorder.watch(computed[0] if isinstance(computed, tuple) else computed, batch)
