@@ -195,16 +195,20 @@ class RecordedStep:
         if is_whole:
             inside = {name: packed.tree for name, packed in self.inside.items()}
             contents |= {"output": {"returned": self.loss, **inside}, "loss_field": "returned"}
-        named = [("input", packed) for packed in self.calls] + [("output", packed) for packed in self.returned]
-        named += [(f"output.{name}", packed) for name, packed in self.inside.items()]
-        notes = [note for _, packed in (*named, ("batch", batch)) for note in packed.notes]
+        places = ["output"] if len(outputs) == 1 else [f"output.{index}" for index in range(len(outputs))]
+        made = dict(zip(places, self.returned, strict=True)) | {
+            f"output.{name}": packed for name, packed in self.inside.items()
+        }
+        contents["overwritten"] = [name for place, packed in made.items() for name in packed.list_overwritten(place)]
+        notes = [note for packed in (*self.calls, *made.values(), batch) for note in packed.notes]
         if self.has_lent_weights:
             notes.append(
                 "the weights of the step: torch.func.functional_call gave the model others than its own (record a "
                 "module that holds the model, and whose forward is the step up to the loss)"
             )
         changed = "overwritten in place after the forward, so its values are not those of the step"
-        return contents, [*notes, *(f"{name}: {changed}" for name, packed in named if packed.overwritten)]
+        written = ["input" for packed in self.calls if packed.overwritten] + contents["overwritten"]
+        return contents, [*notes, *(f"{name}: {changed}" for name in written)]
 
 
 def held(batch: Any) -> Any:

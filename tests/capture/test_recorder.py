@@ -74,6 +74,19 @@ def test_a_nan_that_agrees_does_not_hide_other_outputs(tmp_path):
     assert without_hook.max_rel_err > 0.5
 
 
+@pytest.mark.parametrize("num_calls", [1, 2])
+def test_an_output_that_the_loop_wrote_to_is_not_compared(tmp_path, num_calls):
+    model = Rated(3, 2)
+    recorder = Recorder(model, folder=tmp_path, arguments={"in_features": 3, "out_features": 2})
+    with recorder, recorder.step():
+        made = [model(torch.ones(4, 3), torch.zeros(())) for _ in range(num_calls)]
+        made[-1]["scores"].detach().add_(1)
+        recorder.watch(made[-1]["rate"])
+    name = "output.scores" if num_calls == 1 else "output.1.scores"
+    assert any(note.startswith(f"{name}: overwritten") for note in read_dump(recorder.written[0]).missing)
+    assert nandoctor.replay(recorder.written[0], fixes=False).report.reproduction.grade == "exact"
+
+
 class Drawing(nn.Linear):
     """Draws from generators of its own."""
 
