@@ -76,10 +76,12 @@ def apply_policy(policy: Policy, device: torch.device) -> Iterator[None]:
             stack.enter_context(cuda_code(device, policy.wider))
         if device.type == "cpu" and policy.name != "native":
             stack.enter_context(keep_nonfinite)
+        # Tensors that the code makes without a dtype have to match the others.
+        default = torch.get_default_dtype()
+        stack.enter_context(switched({"default_dtype": policy.wider.get(default, default)}))
         if policy.name == "fp64":
-            # Tensors that the code makes without a dtype have to match the others. Autocast does not use the fused
-            # layers of nn.TransformerEncoder, whose padded rows are NaN.
-            stack.enter_context(switched({"default_dtype": dtype, "mha_fastpath": False}))
+            # Autocast does not use the fused layers of nn.TransformerEncoder, whose padded rows are NaN.
+            stack.enter_context(switched({"mha_fastpath": False}))
             stack.enter_context(torch.autocast(device.type, enabled=False))
             yield
             return

@@ -9,6 +9,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,6 @@ from nandoctor.capture.tensors import is_sharded
 from nandoctor.capture.updates import Update
 from nandoctor.dumps.packing import pack
 from nandoctor.dumps.recorded_format import FORMAT
-from nandoctor.dumps.trees import is_plain_data
 from nandoctor.machine import memory_of
 from nandoctor.process_wide import RECORDED, read_switches
 from nandoctor.source_files import PACKAGE_FOLDERS, defines_code, find_typed
@@ -105,7 +105,9 @@ def _describe_update(spoiled: Update) -> dict[str, Any]:
 
 
 def _describe_updater(optimizer: Optimizer, model: nn.Module) -> tuple[dict[str, Any], list[str]]:
-    """Return what makes the optimizer again: its class and plain attributes, and its groups and state by name.
+    """Return what makes the optimizer again: its class and attributes, and its groups and state by name.
+
+    Attributes and settings are described as a model's arguments are; what a replay cannot make again is left out.
 
     Nothing but a note if the state is sharded, since a reader would lack the other ranks' parts.
     """
@@ -119,10 +121,18 @@ def _describe_updater(optimizer: Optimizer, model: nn.Module) -> tuple[dict[str,
     ]
     return {
         **describe_source(type(optimizer)),
-        "arguments": {name: value for name, value in attributes.items() if is_plain_data(value)},
-        "groups": [{name: value for name, value in group.items() if is_plain_data(value)} for group in groups],
+        "arguments": {**_describe_possible(attributes), "defaults": _describe_possible(optimizer.defaults)},
+        "groups": list(map(_describe_possible, groups)),
         "state": {names[id(p)]: dict(state) for p, state in optimizer.state.items() if id(p) in names},
     }, []
+
+
+def _describe_possible(values: Mapping[str, Any]) -> dict[str, Any]:
+    plain: dict[str, Any] = {}
+    for name, value in values.items():
+        with suppress(Exception):  # a user's object may raise at any access
+            plain[name] = describe_argument(value, _describe_importable)
+    return plain
 
 
 def _describe_event(step: RecordedStep, reason: str, event: str) -> dict[str, Any]:

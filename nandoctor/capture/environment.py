@@ -9,6 +9,7 @@ import platform
 import random
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,18 @@ def unwrap_model(model: nn.Module) -> nn.Module:
             model = model.module
         else:
             return model
+
+
+def called_model(model: nn.Module) -> nn.Module:
+    """Return the module whose calls are those of the loop: that inside a wrapper which gives its state as its own.
+
+    Fabric's wrapper does so; it converts the inputs, and opens autocast around the call of the module.
+    """
+    if type(model).state_dict is not nn.Module.state_dict:
+        with suppress(Exception):  # of a model that is not ready
+            names = model.state_dict().keys()
+            return next((child for child in model.children() if names and child.state_dict().keys() == names), model)
+    return model
 
 
 def class_of(model: nn.Module) -> type[nn.Module]:

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from nandoctor.capture.dump_contents import describe, describe_training, fit_into
-from nandoctor.capture.environment import unwrap_model
+from nandoctor.capture.environment import called_model, unwrap_model
 from nandoctor.capture.hooks import AFTER_UPDATE, BEFORE_UPDATE, Hook, attach, do_nothing, scout_autocast
-from nandoctor.capture.step import Observer, RecordedStep, held, pack_call
+from nandoctor.capture.step import Observer, RecordedStep, held
 from nandoctor.capture.step_policy import OnSave, StepPolicy
 from nandoctor.capture.step_tracker import StepTracker
 from nandoctor.capture.tensors import can_join, refuse_unknown
@@ -123,6 +123,7 @@ class Recorder:
 
     def _follow_model(self) -> None:
         refuse_unknown(self.model)
+        self.model = called_model(self.model)
         observer = Observer(unwrap_model(self.model), self.undo_nbytes)
         # A disabled scaler neither scales nor skips.
         scaler = self.scaler if getattr(self.scaler, "is_enabled", lambda: True)() else None
@@ -143,6 +144,7 @@ class Recorder:
         used = (tracker.make_step, tracker.start_step, tracker.watch, tracker.decide_known, tracker.on_exception)
         hooks = [Hook(function) for function in used]
         self._make_step, self._start_step, self._look_at, self._decide_known, self._on_exception = hooks
+        self._note_call = Hook(tracker.note_call)
 
     @property
     def written(self) -> tuple[Path, ...]:
@@ -192,19 +194,10 @@ class Recorder:
         Args:
             loss: a scalar, not yet multiplied by the loss scale; None to check the model's output.
             batch: as for `step`, if it was not passed there.
-
-        Raises:
-            NanDoctorError: no forward was seen yet.
         """
         if self._is_idle:
             return
         step = self._tracker.current
-        if step is None and not self._tracker.has_begun:
-            raise NanDoctorError(
-                "The recorder has seen no forward of its model in train mode yet.",
-                remedy="Call recorder.watch after the forward, and give Recorder the same model that the loop calls; "
-                "or put the step into `with recorder.step(batch):`.",
-            )
         if self._tracker.unwatched_eval and not self._observer.model.training:
             self._warn(
                 "watch was called after a forward in eval mode, which is not a training step, so nothing was checked. "
@@ -212,16 +205,20 @@ class Recorder:
             )
             return
         if step is None or self._tracker.is_over(step):
-            self._tracker.start_step(None)
+            self._start_step(None)
+            step = None
+        if step is None or not step.calls:
             self._warn(
-                "watch was called, but its model was not since the last update, so this step cannot be saved. Call it "
-                "before the update; if the loop goes on with another model, give that to a new Recorder."
+                "the model itself, model(...), was not called in a step, which cannot be saved. Call watch between the "
+                "forward and the update. If the loop calls other methods of the model, let `forward` call them; if it "
+                "goes on with another model, give that to a new Recorder."
             )
+        if step is None:
             return
         step.batch = step.batch if batch is None else held(batch)
         self._look_at(step, self._as_tensor(loss), ask_all=True)
         is_outside = self.loss is None and step.loss_place is None and not self.training_step
-        if is_outside and (loss is not None or self.from_output):
+        if is_outside and loss is not None:
             self._warn(
                 "the loss is computed outside of the model, so a replay cannot check it or its gradients. Give the "
                 "recorder a function at a file's top level: loss=loss_of, with def loss_of(output, batch): return ..."
@@ -257,19 +254,16 @@ class Recorder:
             reason: saved in the file.
 
         Returns:
-            The file; None if it could not be written, and the log says why.
-
-        Raises:
-            NanDoctorError: there is no current step.
+            The file; None if it could not be written, or there is no current step, and the log says why.
         """
         if self._is_idle:
             return None
         if self._tracker.current is None:
-            raise NanDoctorError(
-                "There is no step to save: the recorder has seen no forward of its model in train mode.",
-                remedy="Call recorder.save between the forward and the next step; in an evaluation, inside "
-                "`with recorder.step(batch):`.",
+            self._warn(
+                "there is no step to save. Call save between the forward and the next step; in an evaluation, inside "
+                "`with recorder.step(batch):`."
             )
+            return None
         return Hook(self._policy.save)(self._tracker.current, reason)  # type: ignore[no-any-return]
 
     def end(self) -> None:
@@ -279,7 +273,7 @@ class Recorder:
             NonFiniteTrainingError: as for `step`.
         """
         step = self._tracker.current
-        if step is not None and not step.flags and step.returned:
+        if step is not None and not step.flags and (step.returned or not step.calls):
             self.watch()
         self._start_step(None)
 
@@ -305,14 +299,15 @@ class Recorder:
     def _at_exit(self) -> None:
         self._on_exception(None if is_interactive() else getattr(sys, "last_value", None))
 
+    def hold(self, batch: Any) -> None:
+        """Note the batch of the current step, which ends in an exception before `watch`; for integrations."""
+        if self._tracker.current is not None:
+            self._tracker.current.batch = held(batch)
+
     def call_training_step(self, *args: Any, **kwargs: Any) -> None:
         """Note that `training_step` is about to be called with these arguments; for integrations, after `begin`."""
-        assert self._tracker.current is not None, "begin comes first"
-        step = self._tracker.current
         with self.ambient():
-            step.before = self._observer.look()
-        step.random.append(self._observer.generators.read(self._observer.device))
-        step.calls.append(pack_call(args, kwargs))
+            self._note_call(args, kwargs)
 
     def _keep_inside(self, name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         step = self._tracker.current
@@ -335,8 +330,16 @@ class Recorder:
 
     def _after_forward(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         step = self._tracker.after_forward(output)
-        if step is not None and self.from_output:
-            self.watch(step.own_loss())
+        if step is None or not self.from_output:
+            return
+        loss = step.own_loss()
+        if loss is None:
+            self._warn(
+                "the loss is not in the model's output, so only the output is checked. Pass the Trainer that computes "
+                "it to the callback before the training, recorder.watch(trainer), and make that with a function at a "
+                "file's top level: RecorderCallback(loss=loss_of), with def loss_of(output, batch): return ..."
+            )
+        self.watch(loss)
 
     def _make_contents(self, step: RecordedStep, reason: str, event: str) -> Mapping[str, Any]:
         has_optimizer = bool(self._tracker.trainers.optimizers)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -27,8 +29,12 @@ from nandoctor.capture.updates import Update, has_room
 from nandoctor.dumps.packing import Packed, pack
 from nandoctor.dumps.recorded_format import RandomStates
 from nandoctor.dumps.stored_tensor import is_dense
+from nandoctor.text import dtype_name
 from nandoctor.torch_compat import buffers_of, parameters_of, versions_of
 from nandoctor.tracing.tensor_stats import walk_tensors
+
+RAISED = Flag(1.0)
+"""The flag of a step that raised an error for a non-finite value."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -189,16 +195,20 @@ class RecordedStep:
         if is_whole:
             inside = {name: packed.tree for name, packed in self.inside.items()}
             contents |= {"output": {"returned": self.loss, **inside}, "loss_field": "returned"}
-        named = [("input", packed) for packed in self.calls] + [("output", packed) for packed in self.returned]
-        named += [(f"output.{name}", packed) for name, packed in self.inside.items()]
-        notes = [note for _, packed in (*named, ("batch", batch)) for note in packed.notes]
+        places = ["output"] if len(outputs) == 1 else [f"output.{index}" for index in range(len(outputs))]
+        made = dict(zip(places, self.returned, strict=True)) | {
+            f"output.{name}": packed for name, packed in self.inside.items()
+        }
+        contents["overwritten"] = [name for place, packed in made.items() for name in packed.list_overwritten(place)]
+        notes = [note for packed in (*self.calls, *made.values(), batch) for note in packed.notes]
         if self.has_lent_weights:
             notes.append(
                 "the weights of the step: torch.func.functional_call gave the model others than its own (record a "
                 "module that holds the model, and whose forward is the step up to the loss)"
             )
         changed = "overwritten in place after the forward, so its values are not those of the step"
-        return contents, [*notes, *(f"{name}: {changed}" for name, packed in named if packed.overwritten)]
+        written = ["input" for packed in self.calls if packed.overwritten] + contents["overwritten"]
+        return contents, [*notes, *(f"{name}: {changed}" for name in written)]
 
 
 def held(batch: Any) -> Any:
@@ -224,14 +234,20 @@ def _parameter_names(function: Callable[..., Any]) -> list[str]:
 
 
 _FLAG = itemgetter("training")
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
 class StateBefore(NamedTuple):
-    """The state before the forward; `training` has the train flags in the order of the model's modules."""
+    """The state before the forward; `training` has the train flags in the order of the model's modules.
+
+    `generators` has the states of the random generators that modules hold as attributes.
+    """
 
     kept: _Snapshot
     training: tuple[bool, ...]
     autocast: dict[str, Any]
+    default_dtype: torch.dtype
+    generators: dict[str, torch.Tensor]
 
 
 class Observer:
@@ -239,9 +255,16 @@ class Observer:
 
     def __init__(self, model: nn.Module, undo_nbytes: int) -> None:
         self.model, self.undo_nbytes = model, undo_nbytes
+        self._built_dtype = dtype_name(torch.get_default_dtype())
         self.sharded = any(map(is_sharded, model.parameters()))
         self._paths, self._modules = zip(*model.named_modules(), strict=True)
         self._attributes = list(map(vars, self._modules))
+        held = [(path, *item) for path, own in zip(self._paths, self._attributes, strict=True) for item in own.items()]
+        drawing = {
+            f"{path}.{name}".lstrip("."): value for path, name, value in held if issubclass(type(value), _GENERATORS)
+        }
+        self._own_generators = {name: it for name, it in drawing.items() if isinstance(it, torch.Generator)}
+        self._unsaved = [f"{name}: the state of a random generator" for name in drawing.keys() - self._own_generators]
         self._keeper = StateKeeper(model, undo_nbytes)
         weights = [place for place in _places_of(model, parameters_of) if place[1][place[2]] is not None]
         trained = [place for place in weights if _is_trained(place)]
@@ -265,6 +288,8 @@ class Observer:
             kept=self._keeper.keep(),
             training=self._read_flags(),
             autocast=read_autocast(self.device.type),
+            default_dtype=torch.get_default_dtype(),
+            generators={place: generator.get_state() for place, generator in self._own_generators.items()},
         )
 
     def _read_flags(self) -> tuple[bool, ...]:
@@ -315,13 +340,15 @@ class Observer:
             "training": dict(zip(self._paths, before.training, strict=True)),
             "mixed_precision": describe_mixed_precision(model),
             "autocast": before.autocast if before.autocast["enabled"] else self.autocast_inside or before.autocast,
+            "default_dtype": dtype_name(before.default_dtype),
+            "built_dtype": self._built_dtype,
+            "generators": before.generators,
         }
         if not is_same:
             return contents, ["the modules of the step: some were added or taken out after the recorder was made"]
         lost += [name for name in buffers if name not in kept]  # those of TorchScript
-        return contents, [
-            f"state_dict.{name}: the file has its value from after the forward, not before it" for name in lost
-        ]
+        changed = "the file has its value from after the forward, not before it"
+        return contents, [*self._unsaved, *(f"state_dict.{name}: {changed}" for name in lost)]
 
 
 def _is_trained(place: _Place) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nandoctor.capture.environment import is_typed, read_rank
-from nandoctor.capture.step import RecordedStep
+from nandoctor.capture.step import RAISED, RecordedStep
 from nandoctor.dumps.recorded_format import Recorded, Reference, approving_command
 from nandoctor.dumps.writer import remove_orphans, write_dump
 from nandoctor.errors import NonFiniteTrainingError
@@ -159,8 +159,9 @@ def _is_below_1(scale: float | None) -> bool:
 def _describe(step: RecordedStep, reason: str) -> str:
     what = "loss" if step.loss is not None else "output"
     if reason == "loss":
-        if step.loss is None and len(step.returned) < len(step.calls):
-            what = "forward raised an error, and a value in it"
+        if RAISED in step.flags:
+            place = "forward" if len(step.returned) < len(step.calls) else "step"
+            what = f"{place} raised an error, and a value in it"
         ranks = step.nonfinite_ranks
         of = f"rank{'s' * (len(ranks) > 1)} {join_first(list(map(str, ranks)), 3)}"
         elsewhere = "" if step.nonfinite_here else f" on {of}, whose file is the one to replay"

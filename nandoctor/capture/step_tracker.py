@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import sys
@@ -14,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nandoctor.capture.hooks import Hook
-from nandoctor.capture.step import Observer, RecordedStep, held, pack_call
+from nandoctor.capture.step import RAISED, Observer, RecordedStep, held, pack_call
 from nandoctor.capture.step_policy import StepPolicy
 from nandoctor.capture.tensors import Flag, can_join, flag_magnitude, flag_nonfinite
 from nandoctor.capture.updates import Trainers, Update
@@ -22,11 +23,11 @@ from nandoctor.dumps.packing import Packed, copied, pack
 from nandoctor.errors import NonFiniteTrainingError
 from nandoctor.torch_compat import backward_under_way, is_wrapped, read_loss_scale, tree_tensors
 
+LOG = logging.getLogger("nandoctor")
+
 _MAX_UNMARKED_CALLS = 16
 """Most calls of a step whose beginning the loop does not mark: forwards without `watch` may go on forever."""
 _ANOMALY = "returned nan values in its"  # what `torch.autograd.detect_anomaly` raises
-_RAISED = Flag(1.0)
-"""The flag of a call that raised an error for a non-finite value."""
 
 
 class StepTracker:
@@ -120,11 +121,6 @@ class StepTracker:
         """Return True if every optimizer was called in the step."""
         return len(step.updates) >= max(1, len(self.trainers.optimizers))
 
-    @property
-    def has_begun(self) -> bool:
-        """True once there was a step."""
-        return self._last[0] >= 0
-
     def is_over(self, step: RecordedStep) -> bool:
         """Return True if the step was watched, and all its updates were made."""
         return not step.explicit and bool(step.flags and step.updates) and self._has_all_updates(step)
@@ -170,8 +166,8 @@ class StepTracker:
         return step if len(step.calls) == 1 else None
 
     def _add_call(self, step: RecordedStep, inputs: Packed, *, with_grad: bool) -> None:
-        if _RAISED in step.flags:  # the loop has caught the error, and calls the model in another way
-            step.flags.remove(_RAISED)
+        if RAISED in step.flags:  # the loop has caught the error, and calls the model in another way
+            step.flags.remove(RAISED)
             del step.calls[-1:], step.random[-1:]
         self._handled = id(sys.exc_info()[1])
         step.before = step.before or self._observer.look()
@@ -181,6 +177,13 @@ class StepTracker:
         self._last_inputs = inputs
         step.calls.append(inputs if self._overwrites is False else copied(inputs))
         step.running += 1
+
+    def note_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note a call of another method of the model, whose return is not seen."""
+        if self.current is not None:
+            self.current.before = self._observer.look()
+            self.current.random.append(self._observer.generators.read(self._observer.device))
+            self.current.calls.append(pack_call(args, kwargs))
 
     def after_forward(self, output: Any) -> RecordedStep | None:
         """Note what a call of the model returned; return its step, or None. If it raised an error, find out why.
@@ -193,7 +196,7 @@ class StepTracker:
         step.running -= 1
         if error is not None and id(error) != self._handled:  # the loop may have called the model to handle another
             if _is_for_nonfinite(error):
-                step.flags.append(_RAISED)
+                step.flags.append(RAISED)
             return None
         self._overwrites = bool(self._overwrites) or self._last_inputs.overwritten
         step.returned.append(pack(output, "output"))
@@ -308,8 +311,8 @@ class StepTracker:
         """Decide on all steps left: the loop may have raised an error because of gradients, before their update."""
         self._forget_if_forked()
         step, self.current, self._ended = self._latest, None, None
-        if step is not None and not step.flags and step.returned:
-            self.watch(step, None, ask_all=False)  # the other ranks do not take part
+        if step is not None and not step.flags and step.calls:
+            self._look_at_unwatched(step, error)
         self._finish(step, final=True)
         if step is not None and step.flags:
             if self._scaler is not None and isinstance(error, Exception):
@@ -317,6 +320,21 @@ class StepTracker:
             if isinstance(error, RuntimeError) and _ANOMALY in str(error):
                 step.accumulated = Flag(float("nan"))
         self.flush_pending(wait=True, may_stop=False)
+
+    def _look_at_unwatched(self, step: RecordedStep, error: BaseException | None) -> None:
+        """Flag the output of a step that ended before its loss was watched; else find out why it raised."""
+        self.watch(step, None, ask_all=False)  # the other ranks do not take part
+        if step.loss_nonfinite or not isinstance(error, Exception):
+            return
+        if _is_for_nonfinite(error):
+            step.flags.append(RAISED)
+            return
+        LOG.warning(
+            "nandoctor.Recorder: step %d ended in an exception (%s) before its loss was known. It is not saved, since "
+            "nothing in it is known to be non-finite.",
+            step.step,
+            type(error).__name__,
+        )
 
     def _forget_if_forked(self) -> None:
         """In a forked child, forget the pending steps: they belong to the parent."""
@@ -334,16 +352,20 @@ class StepTracker:
 
 
 def _is_for_nonfinite(error: BaseException) -> bool:
-    """Return True if the local variables of the forward that raised it show a NaN or +Inf computed from weights.
+    """Return True if the local variables of the code that raised it show a NaN or +Inf computed from weights.
 
-    -Inf alone may come from a mask. Also True for a FloatingPointError.
+    -Inf alone may come from a mask, if it is not in a single number. Also True for a FloatingPointError.
     """
     if not isinstance(error, Exception) or isinstance(error, torch.OutOfMemoryError):
         return False
     inside = [list(frame.f_locals.values()) for frame, _ in traceback.walk_tb(error.__traceback__)]
     tensors = filter(_is_readable, tree_tensors(inside))
-    is_shown = any(not (tensor < math.inf).all() for tensor in tensors if tensor.requires_grad)
+    is_shown = any(not _is_sound(tensor) for tensor in tensors if tensor.requires_grad)
     return is_shown or isinstance(error, FloatingPointError)
+
+
+def _is_sound(tensor: torch.Tensor) -> bool:
+    return bool(tensor.isfinite() if tensor.numel() == 1 else (tensor < math.inf).all())
 
 
 def _is_readable(value: Any) -> bool:

@@ -178,7 +178,8 @@ def conclude_update(findings: Findings, update: OptimizerUpdate, traced: UpdateT
         made = next((it for _, it, _ in _from_sources(found, replace(trace, ops=traced.ops))), None)
     cause = find_cause("update", UpdateFinding(update=update, made=made.cause if made else None))
     diagnosis = Diagnosis(origin=replace(made.origin, place=origin.place) if made else origin, cause=cause)
-    return replace(findings, verdict="numerics", conclusion=Conclusion(diagnoses=(diagnosis,)))
+    notes = (*findings.notes, *traced.notes)
+    return replace(findings, verdict="numerics", conclusion=Conclusion(diagnoses=(diagnosis,)), notes=notes)
 
 
 def conclude_optimizer(findings: Findings) -> Findings:

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from nandoctor.dumps.stored_tensor import TorchName
 from nandoctor.dumps.trees import KIND, PACKED_SEQUENCE, Slot
 from nandoctor.torch_compat import is_wrapped, tree_tensors, unwrap, version_of
-from nandoctor.trees import MAX_DEPTH, Parts, attributes, parts, tree_map
+from nandoctor.trees import MAX_DEPTH, Parts, attributes, parts, tree_map, walk
 
 _NUMBERS_AND_TEXT: tuple[type[Any], ...] = (int, float, complex, str)
 _PLAIN = frozenset({bool, *_NUMBERS_AND_TEXT, type(None), torch.dtype, torch.device, torch.Size})
@@ -42,6 +42,11 @@ class Packed(NamedTuple):
     def overwritten(self) -> bool:
         """True if a tensor of the tree was written to since it was packed."""
         return any(version_of(tensor) != version for tensor, version in self.tensors)
+
+    def list_overwritten(self, name: str) -> list[str]:
+        """Return the names of the tensors that were written to since, in a tree of that name."""
+        written = {id(tensor) for tensor, version in self.tensors if version_of(tensor) != version}
+        return [".".join(map(str, (name, *place))) for place, item in walk(self.tree) if id(item) in written]
 
 
 def copied(packed: Packed) -> Packed:

@@ -180,10 +180,16 @@ def restore_generators(states: Iterable[torch.Tensor], host: RandomStates, devic
 
 
 def recorded_backends(recorded: Recorded, device: torch.device) -> AbstractContextManager[None]:
-    """Return a context with the recorded switches, if they were set for the kind of device that the replay is on."""
+    """Return a context with the recorded switches; those of kernels only on the kind of device they were set for."""
     on_device = recorded.autocast is not None and recorded.autocast.device == device.type
     values = recorded.backends if on_device else {}
-    return switched({name: values[name] for name in RECORDED if name in values and _is_possible(name, values[name])})
+    kernels = {name: values[name] for name in RECORDED if name in values and _is_possible(name, values[name])}
+    return switched(kernels | dtype_switch(recorded.default_dtype))
+
+
+def dtype_switch(name: str | None) -> dict[str, torch.dtype]:
+    """Return the switch of torch's default dtype; none if a file does not tell it."""
+    return {} if name is None else {"default_dtype": getattr(torch, name)}
 
 
 def _is_possible(name: str, value: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -401,9 +401,27 @@ def _grade_all(preparation: Preparation, output: Any, loss: torch.Tensor | None)
     grades = [grade(saved.graded, output, saved.field), *(grade(named, output) for named in perhaps)]
     unknown = [Reproduction(grade="no-reference", output=name) for name, _ in perhaps if role_of(name) == "unknown"]
     reproduction = next(filter(_agrees, grades), unknown[0] if unknown and saved.graded is None else grades[0])
+    if preparation.dump.is_recorded and saved.field is None:
+        others = [(name, preparation.dump.arrays[name]) for name in saved.names[1:]]
+        values = [named for named in others if named[1].is_floating_point() or named[1].is_complex()]
+        reproduction = _join_grades(reproduction, [grade(named, output) for named in values])
     if preparation.dump.other_weights and reproduction.grade == "exact":
         return replace(reproduction, grade="same-mask")  # if it is all NaN, other weights give the same
     return reproduction
+
+
+def _join_grades(first: Reproduction, others: Sequence[Reproduction]) -> Reproduction:
+    """Return how well all outputs of a step agree: the first one's counts with the largest error of any.
+
+    Another one is named if it is what differs, or fails otherwise. One without a counterpart is left out.
+    """
+    if first.grade == "no-reference":
+        return first
+    known = [first, *(other for other in others if other.grade != "no-reference")]
+    worst = max(known, key=lambda it: (_GRADE_RANK[it.grade], it.max_rel_err or 0.0))
+    if first.num_bad_saved and worst.grade == "same-mask":
+        return replace(first, grade=worst.grade, max_rel_err=worst.max_rel_err)
+    return worst
 
 
 def _require_field(name: str, output: Any) -> None:

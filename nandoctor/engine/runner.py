@@ -294,8 +294,10 @@ class _RecordedRun:
         self._taken = read(step.call.taken, counts=True)
         with (
             recorded_backends(step.recorded, mode.device),
+            intercepting(draw_in_fp32)
+            if mode.policy is EXACT and torch.get_default_dtype() is not torch.float64
+            else nullcontext(),
             apply_policy(mode.policy, mode.device),
-            intercepting(draw_in_fp32) if mode.policy is EXACT else nullcontext(),
             intervene(self._edits, step.model, mode.device, self.modules.owner),
         ):
             started = time.perf_counter()

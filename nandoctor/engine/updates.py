@@ -13,10 +13,11 @@ from nandoctor.dumps.classify import SecondMoment
 from nandoctor.dumps.recorded_format import Updater
 from nandoctor.engine.module_state import restored
 from nandoctor.engine.runner import FailingStep, Watch
-from nandoctor.engine.user_code import kept_running
+from nandoctor.engine.user_code import kept_running, raised_at
 from nandoctor.evidence.dump_summary import OptimizerSlot
 from nandoctor.evidence.formats import FP32
 from nandoctor.evidence.trace import UpdateTrace
+from nandoctor.text import brief
 from nandoctor.torch_compat import plain_torch
 from nandoctor.tracing.module_tracer import NOWHERE
 from nandoctor.tracing.op_tracer import OpTracer
@@ -27,14 +28,16 @@ _ONE_BY_ONE = {"foreach": False, "fused": False, "capturable": False}
 
 
 def trace_update(step: FailingStep, updater: type[Optimizer] | None) -> UpdateTrace:
-    """Return what the optimizer's step computes; nothing if its code may not be run, or raises.
+    """Return what the optimizer's step computes; only a note if its code may not be run, or raises.
 
     The optimizer starts from its state after the update, since no other was recorded; a weight whose state is
     non-finite by then starts without any.
     """
     saved = step.recorded.updater
-    if updater is None or step.loss is None or saved is None:
-        return UpdateTrace()
+    if saved is None or updater is None:
+        return _not_run("its class is not in the file, is not found here, or is not yours to run")
+    if step.loss is None:
+        return _not_run("the loss, and so its gradients, are not known")
     outcome = step.run(watch=Watch(stage="update", backward=True, keep=True))
     gradients = outcome.gradients or {}
     parameters = dict(step.model.named_parameters())
@@ -48,12 +51,19 @@ def trace_update(step: FailingStep, updater: type[Optimizer] | None) -> UpdateTr
             optimizer = _make(updater, saved, parameters)
             with kept_running(), ops.watching(lambda: NOWHERE):
                 optimizer.step()
-        except Exception:
-            return UpdateTrace()
+        except Exception as error:
+            return _not_run(f"it raised {type(error).__name__}{raised_at(error)}: {error}")
         with plain_torch():
             made = {name: ops.producer_of(weight) for name, weight in parameters.items() if not all_finite(weight)}
         spoiled = {name: order for name, order in made.items() if order is not None}
-        return UpdateTrace(ops=ops.calls(), spoiled=spoiled, low=low)
+        notes = (
+            () if spoiled else ("The update was run again, and left finite weights: its state is that from after it.",)
+        )
+        return UpdateTrace(ops=ops.calls(), spoiled=spoiled, low=low, notes=notes)
+
+
+def _not_run(why: str) -> UpdateTrace:
+    return UpdateTrace(notes=(f"The update was not run again, so its line is not known: {brief(why)}.",))
 
 
 def _make(kind: type[Optimizer], saved: Updater, parameters: Mapping[str, torch.nn.Parameter]) -> Optimizer:

@@ -22,6 +22,7 @@ from torch import nn
 
 from nandoctor.autocast.policy import Policy
 from nandoctor.dumps.dump import Dump
+from nandoctor.engine.call import dtype_switch
 from nandoctor.engine.module_state import run_backward
 from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.trace import Trace
@@ -69,15 +70,15 @@ class Project:
     While it is open, its folders come first on `sys.path`, its modules are in `sys.modules`, and torch has the settings
     that its code made on import. Afterwards `sys.path`, torch's settings and `sys.modules` are restored, except that
     libraries and submodules of packages that were loaded before stay loaded. `scripts` are the modules that were
-    imported by their files. Its programs are given `arguments`.
+    imported by their files. Its programs are given `arguments`, and its code begins with the `settings`.
     """
 
-    def __init__(self, arguments: Sequence[str] = ()) -> None:
+    def __init__(self, arguments: Sequence[str] = (), settings: Mapping[str, Any] | None = None) -> None:
         self._arguments = arguments
         self.scripts: dict[Path, ModuleType] = {}
         self._entries: list[str] = []
         self._modules: dict[str, ModuleType] = {}
-        self._settings: dict[str, Any] = {}
+        self._settings = dict(settings or {})
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
@@ -217,7 +218,7 @@ def project_of(dump: Dump) -> Project:
 
     A script may need its arguments at the top level. Those of anybody else's dump are not given to the user's code.
     """
-    return Project(dump.recorded.argv if dump.provenance.own else ())
+    return Project(dump.recorded.argv if dump.provenance.own else (), dtype_switch(dump.recorded.built_dtype))
 
 
 NOT_UNDER_AUTOCAST = "unsafe to autocast"

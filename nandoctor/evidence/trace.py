@@ -371,9 +371,10 @@ class Trace:
 class UpdateTrace:
     """The ops of an optimizer's step, and by the name of each weight that it left non-finite, the op that did.
 
-    `low` is the weights' format.
+    `low` is the weights' format. `notes` say why no op is known.
     """
 
     ops: tuple[OpCall, ...] = ()
     spoiled: Mapping[str, int] = field(default_factory=dict)
     low: FloatFormat = FP32
+    notes: tuple[str, ...] = ()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, patch
 
@@ -30,9 +31,9 @@ from nandoctor.step.binding import (
     Signature,
     bind,
     read_signature,
-    spell,
     the_only_array,
 )
+from nandoctor.text import brief
 from nandoctor.tracing.tensor_stats import walk_tensors
 from nandoctor.trees import walk
 
@@ -42,14 +43,16 @@ _MakeBatch = Callable[[Mapping[str, torch.Tensor]], Any]
 """Builds the loop's batch from arrays by name."""
 
 
-def bind_calls(recorded: Recorded, device: torch.device, missing: Sequence[str] = ()) -> Binding:
+def bind_calls(dump: Dump, device: torch.device) -> Binding:
     """Bind the training's calls to their recorded arguments; several calls give the list of their outputs.
 
     Raises:
-        ModelError: no tensor that the model was called with is in the file, and `missing` says why.
+        ModelError: no tensor that the model was called with is in the file, which says why.
     """
-    names = recorded.inputs
-    lost = [text for text in missing if text.startswith("input.")]
+    recorded, names = dump.recorded, dump.recorded.inputs
+    numbers = {"global_step": dump.step, "current_epoch": dump.scalars_by_last_name.get("epoch")}
+    trainer = Trainer(**{name: number for name, number in numbers.items() if number is not None})
+    lost = [text for text in dump.missing if text.startswith("input.")]
     if lost and not names:
         raise ModelError(
             f"What the model was called with is not in the file: {lost[0]}.",
@@ -59,22 +62,26 @@ def bind_calls(recorded: Recorded, device: torch.device, missing: Sequence[str] 
 
     def forward(model: nn.Module, tensors: Mapping[str, Any]) -> Any:
         with _watching(model, recorded) as inside:
-            returned = [_call(model, recorded.method, call, tensors, device) for call in recorded.calls]
+            entry = _entry_point(model, recorded.method, trainer)
+            returned = [_call(entry, call, tensors, device) for call in recorded.calls]
         output = returned[0] if len(returned) == 1 else returned
         if not recorded.method:
             return output
         return {"returned": output.get("loss") if isinstance(output, Mapping) else output, **inside}
 
     what = f"model.{recorded.method}" if recorded.method else "model"
-    shown = ", ".join(dict.fromkeys(spell(name.partition(".")[2]) for name in names))
+    first = recorded.calls[0]
+    more = (f"args[{place}]" for place in range(len(first.names), len(first.args)))
+    given = (*first.names[: len(first.args)], *more, *(f"{name}={name}" for name in first.kwargs))
+    shown = ", ".join(map(brief, given))
     times = f", {len(recorded.calls)} calls" if len(recorded.calls) > 1 else ""
     return Binding(description=f"{what}({shown}){times}", arrays=names, forward=forward)
 
 
-def _call(model: nn.Module, method: str, call: Call, tensors: Tensors, device: torch.device) -> Any:
+def _call(entry: Callable[..., Any], call: Call, tensors: Tensors, device: torch.device) -> Any:
     if call.rng is not None and this_run.from_saved_states:
         restore_generators(call.rng.torch_states, call.rng, device)
-    return _entry_point(model, method)(*fill(call.args, tensors, device), **fill(call.kwargs, tensors, device))
+    return entry(*fill(call.args, tensors, device), **fill(call.kwargs, tensors, device))
 
 
 def own_loss(place: str) -> Callable[[Any, Any], torch.Tensor]:
@@ -88,24 +95,41 @@ def own_loss(place: str) -> Callable[[Any, Any], torch.Tensor]:
     return loss
 
 
-def _entry_point(model: nn.Module, method: str) -> Callable[..., Any]:
+class Trainer(SimpleNamespace):
+    """A stand-in for Lightning's Trainer: the numbers of the step, and that nobody logs, and no other process trains.
+
+    Asked for anything else, it raises AttributeError: a number that the file does not have would be made up.
+    """
+
+    barebones, is_global_zero = True, True
+    logger, loggers = None, ()
+    global_rank, local_rank, world_size = 0, 0, 1
+
+
+def _entry_point(model: nn.Module, method: str, trainer: Trainer) -> Callable[..., Any]:
     """Return what calls the model; a recorded method is called in place of forward, so that hooks see it."""
     if not method:
         return model
 
+    # A LightningModule may ask for its optimizers, to log a learning rate or to call them itself, and for its Trainer.
+    held: Any = model
+    is_lightnings = hasattr(model, "manual_backward")
+
     def once(*args: Any, **kwargs: Any) -> Any:
         del model.forward  # the method may call the model itself
         own = getattr(model, method)
-        # A LightningModule may ask for its optimizers, to log a learning rate or to call them itself.
-        has_optimizers = hasattr(model, "manual_backward")
-        return call_up_to_backward(model, own, *args, **kwargs) if has_optimizers else own(*args, **kwargs)
+        return call_up_to_backward(model, own, *args, **kwargs) if is_lightnings else own(*args, **kwargs)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         model.forward = once
         try:
+            if is_lightnings:
+                held.trainer = trainer
             return model(*args, **kwargs)
         finally:
             vars(model).pop("forward", None)
+            if is_lightnings:
+                held.trainer = None
 
     return call
 

@@ -13,6 +13,7 @@ import inspect
 import shlex
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -55,19 +56,25 @@ def find_model(
     if isinstance(found, type) and not issubclass(found, nn.Module):
         raise _needs_approval(reference, dump, "it is not a Module class", loss)
 
-    def find(source: Source) -> Any:
-        module, name, file, sha256 = (str(source.get(field, "")) for field in ("module", "name", "file", "sha256"))
-        wanted = Reference(module=module, name=name, file=file, sha256=sha256)
-        return find_standard(source) or _import_source(wanted, dump, provenance)
-
     @functools.wraps(found)
     def build(**more: Any) -> nn.Module:
-        given = {name: make_argument(value, find) for name, value in reference.arguments.items()}
+        given = _make_arguments(reference.arguments, dump, provenance)
         made: nn.Module = found(**{**given, **more})
         return made
 
     build.__qualname__ = brief(reference.spec)
     return build
+
+
+def _make_arguments(described: Mapping[str, Any], dump: Path, provenance: Provenance) -> dict[str, Any]:
+    """Return the arguments with the objects among them, whose classes are found as the model's is."""
+
+    def find(source: Source) -> Any:
+        module, name, file, sha256 = (str(source.get(field, "")) for field in ("module", "name", "file", "sha256"))
+        wanted = Reference(module=module, name=name, file=file, sha256=sha256)
+        return find_standard(source) or _import_source(wanted, dump, provenance)
+
+    return {name: make_argument(value, find) for name, value in described.items()}
 
 
 def fill_config(source: ModelSource, reference: Reference | None, directory: Path) -> Callable[[], nn.Module] | None:
@@ -119,6 +126,20 @@ def find_optimizer(
         elif found is None and dump.provenance.own:
             found = _import_source(reference, dump.path, dump.provenance)
     return found if isinstance(found, type) and issubclass(found, torch.optim.Optimizer) else None
+
+
+def fill_optimizer(dump: Dump) -> Dump:
+    """Return the user's own dump with the objects among the settings of its optimizer."""
+    updater = dump.recorded.updater
+    if updater is None or not dump.provenance.own:
+        return dump
+    with suppress(ModelError):  # it is not run without them
+        given, *groups = (
+            _make_arguments(values, dump.path, dump.provenance) for values in (updater.arguments, *updater.groups)
+        )
+        filled = replace(updater, arguments=given, groups=tuple(groups))
+        return replace(dump, recorded=replace(dump.recorded, updater=filled))
+    return dump
 
 
 def _file_named(reference: Reference, named: Iterable[Any], directory: Path) -> str:

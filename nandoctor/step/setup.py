@@ -39,6 +39,7 @@ from nandoctor.step.code_references import (
     check_method,
     describe_code_change,
     fill_config,
+    fill_optimizer,
     find_loss,
     find_model,
     find_optimizer,
@@ -57,7 +58,15 @@ from nandoctor.step.model_loading import (
 from nandoctor.step.saved_arrays import SavedBatch, choose_policies, find_outputs, names_read, read_batch, weight_dtype
 from nandoctor.step.scripts import Options, find_buildings, suggest_model
 from nandoctor.step.settings import Settings
-from nandoctor.step.weights import add_casts, cast_weights, fill_loss, fit_state, num_misfits, registered_state
+from nandoctor.step.weights import (
+    add_casts,
+    cast_weights,
+    fill_loss,
+    fit_state,
+    num_misfits,
+    registered_state,
+    set_generators,
+)
 from nandoctor.text import join_first, relative_path
 from nandoctor.torch_compat import TORCH, check_torch, default_device, minor_version, other_torch
 from nandoctor.tracing.tensor_stats import all_finite, format_of
@@ -84,7 +93,7 @@ def prepare(dump: Dump, model: ModelSource | None, settings: Settings, progress:
     project = project_of(dump)
     with project.preparing():
         code = _import_code(dump, source, settings, device)
-        dump = fit_state(dump, code.model)
+        dump = fill_optimizer(fit_state(dump, code.model))
         loss, loss_notes = fill_loss(code.loss, dump)
         code = replace(code, loss=loss)
         weight_notes = _load_weights(code, dump, settings, device)
@@ -178,7 +187,7 @@ def _load_weights(code: _Code, dump: Dump, settings: Settings, device: torch.dev
     with cuda_code(device):  # it marked buffers as made on the host, and unmarks what is sent to the device
         code.model.to(device)
     add_casts(code.model, dump.recorded)
-    return notes
+    return [*notes, *set_generators(code.model, dump.recorded.generators)]
 
 
 def _explain_misfit(error: ModelError, code: _Code, dump: Dump, settings: Settings) -> ModelError:
@@ -307,7 +316,7 @@ def _find_bindings(dump: Dump, code: _Code, batch: SavedBatch, settings: Setting
     if settings.inputs:
         return [bind_inputs(settings.inputs, batch.offer)]
     if dump.recorded.calls:
-        return [bind_calls(dump.recorded, batch.offer.device, dump.missing)]
+        return [bind_calls(dump, batch.offer.device)]
     return find_bindings(code.model, batch.offer)
 
 

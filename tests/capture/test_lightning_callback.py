@@ -98,7 +98,26 @@ def test_a_training_that_dies_is_replayed_bit_for_bit(tmp_path):
     assert 0 < reproduction.num_bad_saved < 256
     assert (case.first_nonfinite.place.module, case.first_nonfinite.elements.samples) == ("net.middle", (2,))
     assert case.report.bad_gradients
-    assert case.report.notes[0].startswith("Replayed as model.training_step(batch[0], batch[1]) in train mode")
+    assert case.report.notes[0].startswith("Replayed as model.training_step(batch, batch_idx) in train mode")
+
+
+class Annealed(Lit):
+    """Divides by what is left of three steps."""
+
+    def training_step(self, batch, batch_idx):
+        left = 3 - self.global_step + self.trainer.current_epoch
+        self.logger or self.log("left", left)
+        return super().training_step(batch, batch_idx) / left
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_step_that_asks_for_its_number(tmp_path):
+    callback = RecorderCallback(folder=tmp_path)
+    fit(callback, Annealed(), [make_batch() for _ in range(4)])
+    (path,) = callback.recorder.written
+    report = nandoctor.replay(path, fixes=False).report
+    assert (path.name, report.reproduction.grade) == ("nan-step000003.pth", "exact")
+    assert report.reproduction.num_bad_saved == 1
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -197,6 +197,21 @@ def test_a_forward_that_raises_for_its_own_nan(tmp_path, caplog, check, saved):
         assert (report.origin.phase, report.origin.op) == ("forward", "div")
 
 
+@pytest.mark.parametrize("ends", [ValueError("loss"), KeyError("name"), KeyboardInterrupt()], ids=repr)
+def test_a_loss_that_raises_before_it_is_watched(tmp_path, caplog, ends):
+    def refuse(loss):
+        if not loss.isfinite() or not isinstance(ends, ValueError):
+            raise ends
+
+    model = nn.Linear(4, 3)
+    recorder = nandoctor.Recorder(model, folder=tmp_path, arguments={"in_features": 4, "out_features": 3})
+    with pytest.raises(type(ends)), recorder, recorder.step():
+        refuse(model(torch.ones(2, 4)).mean() / (0 if isinstance(ends, ValueError) else 1))
+    assert len(recorder.written) == isinstance(ends, ValueError)
+    assert ("the step raised an error, and a value in it is non-finite" in caplog.text) == bool(recorder.written)
+    assert ("step 0 ended in an exception (KeyError)" in caplog.text) == isinstance(ends, KeyError)
+
+
 @pytest.mark.parametrize("marks", ["begin, end", "begin", ""])
 def test_a_forward_whose_error_the_loop_catches(tmp_path, marks):
     model = Raising()

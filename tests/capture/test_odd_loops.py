@@ -1,5 +1,7 @@
 """Loops and models that are written otherwise than most: what failed is saved from before its update, and replayed."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from loops import Net, loss_of
@@ -173,7 +175,43 @@ def test_a_step_of_another_model_is_told_and_not_saved(tmp_path, caplog):
         loss.backward()
         optimizer.step()
     assert recorder.written == ()
-    assert caplog.text.count("its model was not since the last update") == 1
+    assert caplog.text.count("give that to a new Recorder") == 1
+
+
+class Opening(nn.Module):
+    """A wrapper as Fabric's: it casts the inputs, opens autocast, and has the state of what it holds."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def state_dict(self, *args, **kwargs):
+        return self.inner.state_dict(*args, **kwargs)
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.inner(x.float()).float()
+
+
+def test_a_wrapper_that_opens_autocast_is_looked_into(tmp_path):
+    model = Opening(nn.Linear(4, 2))
+    with Recorder(model, folder=tmp_path, arguments={"in_features": 4, "out_features": 2}) as recorder:
+        recorder.watch(model(torch.ones(3, 4, dtype=torch.float64)).sum() * torch.nan)
+    recorded = read_dump(recorder.written[0]).recorded
+    assert (recorded.model.name, recorded.autocast.dtype) == ("Linear", "bfloat16")
+    assert nandoctor.replay(recorder.written[0], fixes=False).report.reproduction.grade == "exact"
+
+
+@pytest.mark.parametrize("marks", ["watch", "step, watch", "step"])
+def test_a_loop_that_calls_another_method_goes_on(tmp_path, caplog, marks):
+    model = Net()
+    with Recorder(model, folder=tmp_path) as recorder:
+        for _ in range(3):
+            with recorder.step() if "step" in marks else nullcontext():
+                loss = model.enter(torch.randn(5, 4)).sum()
+                if "watch" in marks:
+                    recorder.watch(loss)
+    assert caplog.text.count("let `forward` call them") == 1
 
 
 def test_a_fix_is_written_for_the_autocast_of_the_training(tmp_path):

@@ -1,6 +1,7 @@
 """The recorder in a plain loop: what it saves is the failing step, and its replay is that step bit for bit."""
 
 import logging
+import random
 from contextlib import nullcontext
 
 import pytest
@@ -11,6 +12,7 @@ from trainings import loss_of, make_batch, make_model, train
 import nandoctor
 from nandoctor import NanDoctorError, NonFiniteTrainingError, Recorder
 from nandoctor.dumps.reader import read_dump
+from nandoctor.process_wide import switched
 
 
 def make_scaler(scale=1024.0):
@@ -50,6 +52,84 @@ def test_the_replay_is_bit_for_bit_that_step(tmp_path):
         (2,),
     )
     assert case.report.bad_gradients  # the loss function came with the file
+
+
+class Rated(nn.Linear):
+    """Returns a rate, which is NaN for a count of 0, beside its scores."""
+
+    def forward(self, x, count):
+        scores = super().forward(x)
+        return {"rate": (scores.sum() * 0) / count, "scores": scores}
+
+
+def test_a_nan_that_agrees_does_not_hide_other_outputs(tmp_path):
+    model = Rated(3, 2)
+    model.register_forward_hook(lambda _, __, output: {**output, "scores": output["scores"] + 9})
+    with Recorder(model, folder=tmp_path, arguments={"in_features": 3, "out_features": 2}) as recorder:
+        recorder.watch(model(torch.ones(4, 3), torch.zeros(()))["rate"])
+    as_recorded = nandoctor.replay(recorder.written[0], model=lambda: model, fixes=False).report.reproduction
+    without_hook = nandoctor.replay(recorder.written[0], fixes=False).report.reproduction
+    assert (as_recorded.grade, without_hook.grade) == ("exact", "same-mask")
+    assert (without_hook.output, without_hook.num_bad_saved) == ("output.rate", 1)
+    assert without_hook.max_rel_err > 0.5
+
+
+@pytest.mark.parametrize("num_calls", [1, 2])
+def test_an_output_that_the_loop_wrote_to_is_not_compared(tmp_path, num_calls):
+    model = Rated(3, 2)
+    recorder = Recorder(model, folder=tmp_path, arguments={"in_features": 3, "out_features": 2})
+    with recorder, recorder.step():
+        made = [model(torch.ones(4, 3), torch.zeros(())) for _ in range(num_calls)]
+        made[-1]["scores"].detach().add_(1)
+        recorder.watch(made[-1]["rate"])
+    name = "output.scores" if num_calls == 1 else "output.1.scores"
+    assert any(note.startswith(f"{name}: overwritten") for note in read_dump(recorder.written[0]).missing)
+    assert nandoctor.replay(recorder.written[0], fixes=False).report.reproduction.grade == "exact"
+
+
+class Drawing(nn.Linear):
+    """Draws from generators of its own."""
+
+    def __init__(self, seed):
+        super().__init__(3, 2)
+        self.inner = nn.Identity()
+        self.inner.noise = torch.Generator().manual_seed(seed)
+        self.order = random.Random(seed)
+
+    def forward(self, x):
+        return super().forward(x) + torch.rand(2, generator=self.inner.noise)
+
+
+def test_a_generator_of_the_models_own_is_put_back(tmp_path):
+    model = Drawing(seed=1)
+    with Recorder(model, folder=tmp_path, arguments={"seed": 1}) as recorder:
+        for value in (1.0, torch.nan):
+            recorder.watch(model(torch.ones(3, 3)).mean() * value)
+    assert "order: the state of a random generator" in read_dump(recorder.written[0]).missing
+    assert nandoctor.replay(recorder.written[0], fixes=False).report.reproduction.grade == "exact"
+    other = nandoctor.replay(recorder.written[0], model=lambda: nn.Linear(3, 2), fixes=False).report
+    assert any("generator inner.noise does not fit" in note for note in other.notes)
+
+
+class Noisy(nn.Linear):
+    """Draws and makes numbers without a dtype."""
+
+    def forward(self, x):
+        return super().forward(x + torch.rand(4, 3)) / torch.linspace(0, 1, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_is_that_of_the_forward(tmp_path, dtype):
+    model = Noisy(3, 2).to(dtype)
+    with Recorder(model, folder=tmp_path, arguments={"in_features": 3, "out_features": 2}) as recorder:
+        with switched({"default_dtype": dtype}):  # as Lightning's "bf16-true" does
+            output = model(torch.ones(4, 3))
+        recorder.watch(output.sum())
+    recorded = read_dump(recorder.written[0]).recorded
+    assert (recorded.built_dtype, recorded.default_dtype) == ("float32", str(dtype).removeprefix("torch."))
+    reproduction = nandoctor.replay(recorder.written[0], fixes=False).report.reproduction
+    assert (reproduction.grade, reproduction.num_bad_saved) == ("exact", 4)
+    assert torch.get_default_dtype() is torch.float32
 
 
 def test_train_flags_and_arguments_are_those_of_the_call(tmp_path):
@@ -97,15 +177,15 @@ def test_two_calls_of_one_step_are_replayed_in_their_order(tmp_path):
     assert report.reproduction.grade == "exact"
 
 
-def test_validation_is_no_step(tmp_path):
+def test_validation_is_no_step(tmp_path, caplog):
     model = make_model()
     with Recorder(model, folder=tmp_path) as recorder:
         with torch.no_grad():
             model(make_batch(True)[0])
         model.eval()(make_batch(True)[0])
-        with pytest.raises(NanDoctorError, match="no forward of its model") as caught:
-            recorder.watch(torch.tensor(1.0))
-    assert "recorder.step" in caught.value.remedy
+        recorder.watch(torch.tensor(torch.nan))
+    assert recorder.written == ()
+    assert "recorder.step" in caplog.text
 
 
 def test_it_stops_and_says_where_the_file_is_and_what_to_type(tmp_path, caplog):
@@ -173,11 +253,10 @@ def test_of_a_compiled_update_no_more_is_compiled(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["nan-step000002.pth"]
 
 
-def test_nothing_to_save_outside_of_a_step(tmp_path):
-    recorder = Recorder(nn.Linear(2, 2), folder=tmp_path)
-    with pytest.raises(NanDoctorError, match="no step to save"):
-        recorder.save()
-    recorder.close()
+def test_nothing_to_save_outside_of_a_step(tmp_path, caplog):
+    with Recorder(nn.Linear(2, 2), folder=tmp_path) as recorder:
+        assert recorder.save() is None
+    assert "no step to save" in caplog.text
 
 
 def test_the_loops_own_rule_for_spikes(tmp_path):

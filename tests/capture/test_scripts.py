@@ -12,6 +12,7 @@ from trainings import Gambler
 
 import nandoctor
 from nandoctor import Recorder, cuda_autocast
+from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.engine.user_code import project_of
 
 SCRIPT = """
@@ -67,7 +68,7 @@ def test_a_script_that_trains_on_import_does_not_train_again(tmp_path, ready_pyt
 
 @pytest.mark.parametrize(("own", "expected"), [(True, ["train.py", "--gain", "3"]), (False, ["train.py"])])
 def test_a_strangers_arguments_reach_no_code(own, expected):
-    recorded = SimpleNamespace(argv=("--gain", "3"))
+    recorded = Recorded(argv=("--gain", "3"))
     dump = SimpleNamespace(recorded=recorded, provenance=SimpleNamespace(own=own))
     with project_of(dump).as_program("train.py"):
         assert sys.argv == expected

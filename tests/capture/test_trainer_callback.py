@@ -66,9 +66,12 @@ def loss_of(output, batch):
 class OwnLossTrainer(transformers.Trainer):
     """As trainers for preferences or distillation do: the model is called without labels."""
 
+    refuses = False
+
     def compute_loss(self, model, inputs, *args, return_outputs=False, **kwargs):
         outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
         loss = loss_of(outputs, inputs)
+        assert not self.refuses or loss.isfinite()
         return (loss, outputs) if return_outputs else loss
 
 
@@ -133,6 +136,27 @@ def test_a_loss_of_the_trainers_own_is_watched(tmp_path):
     assert case.report.reproduction.grade == "exact"
     assert (case.report.origin.phase, case.report.origin.op) == ("loss", "log")
     assert case.report.cause.code == "log-of-zero"
+
+
+class RefusingTrainer(OwnLossTrainer):
+    refuses = True
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_loss_that_the_trainer_refuses_is_saved(tmp_path):
+    callback = RecorderCallback(folder=tmp_path / "dumps", loss=loss_of)
+    with pytest.raises(AssertionError) as caught:
+        fit(tmp_path, callback, RefusingTrainer, watch=True)
+    callback.recorder.__exit__(AssertionError, caught.value, None)
+    (path,) = callback.recorder.written
+    assert "batch.labels" in read_dump(path).arrays
+    assert nandoctor.replay(path, loss=loss_of, fixes=False).report.cause.code == "log-of-zero"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_loss_that_nobody_watches_is_told(tmp_path, caplog):
+    fit(tmp_path, RecorderCallback(folder=tmp_path / "dumps"), OwnLossTrainer)
+    assert caplog.text.count("recorder.watch(trainer)") == 1
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -16,11 +16,13 @@ from torch.utils.checkpoint import checkpoint
 
 from nandoctor.autocast.policy import EXACT, REFERENCE, Policy, apply_policy
 from nandoctor.engine import module_state
+from nandoctor.engine.call import Call
 from nandoctor.engine.module_state import draw_in_fp32, list_nonfinite_state
 from nandoctor.engine.progress import Listener
 from nandoctor.engine.runner import Watch
 from nandoctor.errors import ModelError
 from nandoctor.evidence.formats import BF16, FP16
+from nandoctor.process_wide import switched
 from nandoctor.tracing.dispatch_hook import intercepting
 
 CUDA = Policy(name="cuda", format=FP16)
@@ -159,6 +161,12 @@ def test_float64_draws_what_fp32_does(name):
     assert wide.dtype in (torch.float64, torch.int64)
     torch.testing.assert_close(wide, narrow.to(wide.dtype), rtol=1e-6, atol=1e-6)
     assert torch.equal(after, after_wide)  # and what is drawn next as well
+
+
+def test_a_step_that_draws_float64_does_so_in_fp64_too():
+    step = replace(step_of(nn.Dropout(0.5)), call=Call(batch={}, used=frozenset(), forward=lambda _: torch.rand(4)))
+    with switched({"default_dtype": torch.float64}):
+        assert torch.equal(step.run().output, step.run(EXACT).output)
 
 
 class Keeping(nn.Module):

@@ -50,6 +50,23 @@ class Unbiased(torch.optim.Optimizer):
                 weight.sub_(weight.grad / (state["square"] / left).sqrt())
 
 
+def is_weight(parameter):
+    return parameter.dim() > 1
+
+
+class Chosen(Trust):
+    """A function among its settings says which parameters it writes."""
+
+    def __init__(self, params):
+        super().__init__([{"params": list(params), "writes": is_weight}])
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for weight in filter(group["writes"], group["params"]):
+                weight.sub_(weight / weight.grad.norm())
+
+
 class Unknown(Trust):
     """What it needs is no plain data, so nobody can make it again."""
 
@@ -78,6 +95,7 @@ def sgd(rate):
 STEPS = [
     # optimizer, bias of the first layer, scale of the loss, op, part of its line, part of the headline
     (Trust, -100.0, 1.0, "div", "weight.grad.norm()", "`weight.grad.norm()` is 0"),
+    (Chosen, -100.0, 1.0, "div", "weight.grad.norm()", "`weight.grad.norm()` is 0"),
     (Unbiased, 1.0, 1.0, "div", 'state["square"] / left', "`left` is 0"),
     (sgd(1e25), 1.0, 1e10, "add", "param.add_(grad, alpha=-lr)", "fp32 stops at"),
     (sgd(float("inf")), 1.0, 1.0, "SGD.step", "", "its lr is inf"),
@@ -100,6 +118,8 @@ def test_the_op_of_an_update(make, bias, scale, op, line, says, tmp_path):
     assert (origin.op, origin.place.module, origin.called_from) == (op, "0", None)
     assert line in (origin.source.text if origin.source else "")
     assert says in report.headline
+    told = any("was not run again, so its line is not known: it raised AttributeError" in note for note in report.notes)
+    assert told is (make is Unknown)
 
 
 FILE = "tests/engine/test_updates.py"
