@@ -20,11 +20,12 @@ from nandoctor.evidence.trace import LOSS, SourceLine
 from nandoctor.ops import CASTS, PRODUCTS
 from nandoctor.text import file_name, join_words
 
-_WIDEN = """def widen(module, args, kwargs):
+_IN_FP32 = """def in_fp32(forward, *args, **kwargs):
     def cast(value):
         return value.float() if torch.is_tensor(value) and value.is_floating_point() else value
 
-    return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
+    with torch.autocast("{device}", enabled=False):
+        return forward(*map(cast, args), **{{name: cast(value) for name, value in kwargs.items()}})
 """
 
 
@@ -56,15 +57,19 @@ class KeepModule(SingleEdit):
 
 
 def modules_in_fp32(paths: Collection[str], *, has_low_weights: bool, device: str) -> Snippet:
-    """Return the lines that keep modules in fp32 by hooks; `device` is the type whose autocast the training uses."""
+    """Return the lines that keep modules in fp32; `device` is the type whose autocast the training uses.
+
+    A partial of a bound method is copied, and pickled, with the module that it is bound to. A closure would leave the
+    copy that keeps a moving average with the original's weights.
+    """
     # The names may come from a stranger's dump: as JSON they are string literals, whatever they contain.
     lines = [
+        "import functools\n",
         "import torch\n\n",
-        _WIDEN,
+        _IN_FP32.format(device=device),
         f"\nfor name in {json.dumps(list(paths))}:",
         "    module = model.get_submodule(name)",
-        f'    module.forward = torch.autocast("{device}", enabled=False)(module.forward)',
-        "    module.register_forward_pre_hook(widen, with_kwargs=True)",
+        "    module.forward = functools.partial(in_fp32, module.forward)",
     ]
     if has_low_weights:
         lines.append("    module.float()  # its weights are stored in half precision")
