@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import linecache
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from itertools import chain, product, zip_longest
 
@@ -26,6 +30,7 @@ from nandoctor.evidence.trace import LOSS, OpCall, SourceLine, Trace
 from nandoctor.fixes.agreement import compare_runs
 from nandoctor.fixes.verify import Trials
 from nandoctor.ops import CASTS, MOVES, PRODUCTS, is_factor, num_terms
+from nandoctor.source_files import parse
 from nandoctor.text import MAX_SAMPLES_LISTED
 
 MAX_LEADS = 5
@@ -61,10 +66,12 @@ def propose(findings: Findings, trials: Trials) -> Iterator[Candidate]:
         yield from _unread(findings.trace, trials)
     if findings.verdict in ("numerics", "loss-scale"):
         # Not every origin needs one: a change that keeps one off 0 may also stop another's gradient overflow.
-        yield from together([changes for lead in leads[:MAX_LEADS] if (changes := specific(lead, trials.step.model))])
+        yield from together(
+            [changes for lead in leads[:MAX_LEADS] if (changes := specific(lead, trials.step.model, findings.trace))]
+        )
     if findings.verdict in ("precision", "silent"):
         if len(leads) == 1:
-            yield from specific(leads[0], trials.step.model)
+            yield from specific(leads[0], trials.step.model, findings.trace)
             if not _overflows_elsewhere(leads[0], findings):
                 yield from _in_fp32(leads[0], findings, trials)
         elif 1 < len(leads) <= MAX_LEADS:
@@ -84,18 +91,51 @@ def place_in_code(lead: Suspect, model: nn.Module) -> object:
     return site if _is_library(site, model) else (site.type, site.op, site.source)
 
 
-def specific(lead: Suspect, model: nn.Module) -> list[Candidate]:
+def specific(lead: Suspect, model: nn.Module, trace: Trace) -> list[Candidate]:
     """Return the changes of the operation itself; a constant that is an attribute of the module is changed there."""
-    return [tuple(_through_attribute(edit, model) for edit in candidate) for candidate in lead.suggestions]
+    called = {call.module for call in trace.calls}
+    return [tuple(_through_attribute(edit, model, called) for edit in candidate) for candidate in lead.suggestions]
 
 
-def _through_attribute(edit: Edit, model: nn.Module) -> Edit:
+def _through_attribute(edit: Edit, model: nn.Module, called: Set[str]) -> Edit:
+    """Return a change of a number as one of the attribute that holds it, in the modules of the class that were called.
+
+    An attribute that other code of the class reads too, as the tolerance of a loop, stays as it is.
+    """
     if not isinstance(edit, SetArgument) or edit.value is None:
         return edit
-    modules = (module for module in model.modules() if type(module).__name__ == edit.site.type)
-    attributes = (item for module in modules for item in vars(module).items())
-    name = next((name for name, value in attributes if isinstance(value, float) and value == edit.was), None)
-    return edit if name is None else SetAttribute(type=edit.site.type, name=name, was=edit.was, value=edit.value)
+    modules = {path: module for path, module in model.named_modules() if type(module).__name__ == edit.site.type}
+    attributes = chain.from_iterable(vars(module).items() for module in modules.values())
+    names = {name for name, value in attributes if isinstance(value, float) and value == edit.was}
+    name = _attribute_read_once(edit.site, names, next(map(type, modules.values()))) if names else None
+    if name is None:
+        return edit
+    paths = () if called >= modules.keys() else tuple(path for path in modules if path in called)
+    return SetAttribute(type=edit.site.type, name=name, was=edit.was, value=edit.value, modules=paths)
+
+
+def _attribute_read_once(site: OpSite, names: Set[str], kind: type) -> str | None:
+    """Return which of the attributes an op's line reads, or the only one; None if code of its class reads it twice."""
+    reads = list[ast.Attribute]()
+    for base in kind.__mro__:
+        file = getattr(sys.modules.get(base.__module__), "__file__", None) or (site.source.file if site.source else "")
+        tree = parse("".join(linecache.getlines(file)))
+        for node in ast.walk(tree) if tree is not None else ():
+            if isinstance(node, ast.ClassDef) and node.name == base.__name__:
+                reads += _attributes_read(node, names)
+    line = range(0) if site.source is None else range(site.source.line, (site.source.end_line or site.source.line) + 1)
+    near = {node.attr for node in reads if node.lineno in line} or names
+    counts = Counter(node.attr for node in reads)
+    return next((name for name in near if counts[name] < 2), None) if len(near) == 1 else None
+
+
+def _attributes_read(root: ast.AST, names: Set[str]) -> Iterator[ast.Attribute]:
+    """Yield where code computes with one of the attributes of `self`: a text that shows it does not count."""
+    for node in ast.iter_child_nodes(root) if not isinstance(root, ast.JoinedStr) else ():
+        match node:
+            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Load()) if name in names:
+                yield node
+        yield from _attributes_read(node, names)
 
 
 def _in_fp32(lead: Suspect, findings: Findings, trials: Trials) -> Iterator[Candidate]:
@@ -290,8 +330,10 @@ def _for_block(leads: Sequence[Suspect], findings: Findings, trials: Trials) -> 
     """Return the changes of one origin, or combined changes of several in one block."""
     model = trials.step.model
     if len(leads) == 1:
-        return chain(specific(leads[0], model), _in_fp32(leads[0], findings, trials))
-    return together([[*specific(lead, model), *((kept,) for kept in _op_in_fp32(lead, model))] for lead in leads])
+        return chain(specific(leads[0], model, findings.trace), _in_fp32(leads[0], findings, trials))
+    return together(
+        [[*specific(lead, model, findings.trace), *((kept,) for kept in _op_in_fp32(lead, model))] for lead in leads]
+    )
 
 
 def _unread(trace: Trace, trials: Trials) -> Iterator[Candidate]:
