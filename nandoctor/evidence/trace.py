@@ -185,9 +185,10 @@ class OpTensor:
     """An input or output tensor of an operation.
 
     `name` is the parameter's name in the op's schema, "" for a gradient; `stats` is None for tensors without
-    floating-point values. `producer` is the `order` of the traced op that wrote the tensor last, None if it came from
-    outside the traced span; `origin` then says from where, if known. `absorbed` is True if an elementwise op made
-    finite numbers of all its NaN and infinities, as 5 / Inf is 0, and others of its result are non-finite.
+    floating-point values, of which `is_flags` marks booleans. `producer` is the `order` of the traced op that wrote the
+    tensor last, None if it came from outside the traced span; `origin` then says from where, if known. `absorbed` is
+    True if an elementwise op made finite numbers of all its NaN and infinities, as 5 / Inf is 0, and others of its
+    result are non-finite.
     """
 
     name: str
@@ -195,6 +196,7 @@ class OpTensor:
     producer: int | None = None
     origin: Literal["op", "weight", "buffer", "batch", "unknown"] = "unknown"
     path: str = ""
+    is_flags: bool = False
     absorbed: bool = False
 
 

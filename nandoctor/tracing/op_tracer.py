@@ -236,7 +236,9 @@ class OpTracer:
                 reading = measure(tensor, counts=True)
             self._remember(tensor, producer, reading)
         kind, path = known_as or ("unknown" if producer is None else "op", "")
-        return OpTensor(name=name, stats=None, producer=producer, origin=kind, path=path), reading  # type: ignore[arg-type]
+        is_flags = tensor.dtype is torch.bool
+        taken = OpTensor(name=name, stats=None, producer=producer, origin=kind, path=path, is_flags=is_flags)  # type: ignore[arg-type]
+        return taken, reading
 
     def _find_current(self, tensor: torch.Tensor) -> _Writer | None:
         """Return the record of this tensor, or None if there is none or it was written to since."""

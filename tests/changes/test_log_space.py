@@ -195,6 +195,9 @@ LEFT = {
     "a factor may be negative": ("return torch.log((x * x.abs()).prod(-1))", "log"),
     "a square of another function": ("a = torch.sin(x)\nreturn torch.log(1 - a * a)", "log"),
     "a weight may be negative": ("return torch.log((torch.exp(x) * x.abs()).sum(-1))", "log"),
+    "numbers that are 0 and 1 here": (
+        "reward = (x > 0).int()\nreturn torch.log((x.exp() * reward.float()).sum(-1))", "log",
+    ),
     "a comprehension has names of its own": (
         "p = torch.exp(x)\nreturn torch.stack([torch.log(p.sum(-1)) for p in (p, p + 0)]).sum(0)", "log",
     ),
