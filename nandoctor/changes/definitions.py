@@ -12,7 +12,7 @@ from nandoctor.changes.editor import Editor
 from nandoctor.changes.source_tree import COMPREHENSIONS, CannotWriteError, grouped, name_called
 from nandoctor.evidence.trace import OpCall
 
-LOOPS = (ast.For, ast.AsyncFor, ast.While, *COMPREHENSIONS)
+_LOOPS = (ast.For, ast.AsyncFor, ast.While, *COMPREHENSIONS)
 _SEVERAL = (ast.Tuple, ast.List, ast.Starred)
 _SAME_MEMORY = ("data", "T", "mT")
 
@@ -108,7 +108,7 @@ class Definitions:
     def _loops_around(self, node: ast.AST, other: ast.AST) -> list[tuple[int, int]]:
         """Return the start and end of each loop that is around a node but not around the other."""
         above = set(self._tree.ancestors(other))
-        loops = (item for item in self._tree.ancestors(node) if isinstance(item, LOOPS) and item not in above)
+        loops = (item for item in self._tree.ancestors(node) if isinstance(item, _LOOPS) and item not in above)
         return [self._tree.span(loop) for loop in loops]
 
     def _binds_between(self, name: str, start: int, end: int) -> bool:

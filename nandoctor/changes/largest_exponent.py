@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator, Sequence, Set
 from typing import ClassVar, Literal
 
-from nandoctor.changes.definitions import LOOPS, Definitions
+from nandoctor.changes.definitions import Definitions
 from nandoctor.changes.expression import Expression
 from nandoctor.changes.places import descendants, dims_of, in_place, site_of
 from nandoctor.changes.source_tree import NOT_IN_EACH_RUN, CannotWriteError, SourceTree, grouped
@@ -95,9 +95,9 @@ def _check_reads(expression: Expression, ops: Sequence[OpCall]) -> None:
     forward = [op for op in ops if op.phase != "backward" and op.forward is None]
     found = {op.order: editor.find(op.source) for op in forward if op.source is not None}
     nodes: dict[int, ast.AST] = {order: node for order, node in found.items() if node is not None}
-    is_power = {order: node is expression.node and ops[order].op == expression.op_name for order, node in nodes.items()}
+    made_here = (order for order, node in nodes.items() if node is expression.node)
     # The exponents of the common factor: 0 for a share.
-    degrees: dict[int | None, int] = {order: 1 for order, is_one in is_power.items() if is_one}
+    degrees: dict[int | None, int] = {order: 1 for order in made_here if ops[order].op == expression.op_name}
     for op in forward:
         taken = {it.name: degree for it in op.inputs if (degree := degrees.get(it.producer, 0))}
         if taken:
@@ -106,43 +106,28 @@ def _check_reads(expression: Expression, ops: Sequence[OpCall]) -> None:
             degrees[op.order] = made.get(op.op, max(taken.values()))
     waiting = list(dict.fromkeys(node for order, node in nodes.items() if degrees.get(order)))
     for node in waiting:  # it grows meanwhile
-        if (statement := _bound_to(node, {*nodes.values()}, tree)) is not None:
-            names = _names_read(statement, Definitions(editor, node), tree)
-            waiting += [name for name in names if name not in waiting]
+        match _statement_taking(node, {*nodes.values()}, tree):
+            case ast.Assign(targets=[ast.Name(id=bound)], value=value):
+                below, value_of = ast.walk(tree.function_of(node) or tree.module), Definitions(editor, node).value_of
+                names = (it for it in below if isinstance(it, ast.Name) and isinstance(it.ctx, ast.Load))
+                read = [it for it in names if it.id == bound and value_of(it) in (None, value)]
+                waiting += [name for name in read if name not in waiting]
+            case ast.stmt():
+                raise CannotWriteError
 
 
-def _bound_to(node: ast.AST, called: Set[ast.AST], tree: SourceTree) -> ast.AST | None:
-    """Return what binds the value of an expression to names; None if a `called` op takes the value there.
-
-    Raises CannotWriteError if other code may take it.
-    """
+def _statement_taking(node: ast.AST, called: Set[ast.AST], tree: SourceTree) -> ast.stmt | None:
+    """Return the statement that takes the value of an expression itself; None if a `called` op in it does."""
     was_run = node in called
-    for above in (node, *tree.ancestors(node)):
-        if isinstance(above, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr):
-            return above
-        is_taken = (above is not node and above in called) or (isinstance(above, ast.Expr) and was_run)
-        if is_taken or (isinstance(above, ast.Attribute) and above.attr in _OF_SHAPE):
+    for above in () if isinstance(node, ast.AugAssign) else tree.ancestors(node):
+        is_read = isinstance(above, ast.Attribute) and above.attr in _OF_SHAPE
+        if is_read or above in called or (was_run and isinstance(above, ast.Expr)):  # written in place
             return None
         if isinstance(above, ast.stmt):
-            break
+            return above
         if isinstance(above, NOT_IN_EACH_RUN) and not was_run:
             called = frozenset()
-    raise CannotWriteError
-
-
-def _names_read(binding: ast.AST, definitions: Definitions, tree: SourceTree) -> Iterator[ast.Name]:
-    """Yield the names that may be read for what a statement binds; raise CannotWriteError if it binds no names."""
-    targets = binding.targets if isinstance(binding, ast.Assign) else [binding.target]  # type: ignore[attr-defined]
-    bound = [item for it in targets for item in (it.elts if isinstance(it, ast.Tuple) else [it])]
-    names = {item.id for item in bound if isinstance(item, ast.Name)}
-    if len(names) < len(bound):
-        raise CannotWriteError
-    is_repeated = any(isinstance(it, LOOPS) for it in tree.ancestors(binding))
-    for name in ast.walk(tree.function_of(binding) or tree.module):
-        if isinstance(name, ast.Name) and name.id in names and isinstance(name.ctx, ast.Load):
-            is_later = is_repeated or tree.span(name)[0] >= tree.span(binding)[1]
-            if is_later and definitions.value_of(name) in (None, binding.value):  # type: ignore[attr-defined]
-                yield name
+    return None
 
 
 def _counted(dims: str, rank: int) -> str:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-import linecache
+import inspect
 import math
-import sys
-from collections import Counter
+import re
 from collections.abc import Iterable, Iterator, Sequence, Set
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, product, zip_longest
 
@@ -30,11 +29,13 @@ from nandoctor.evidence.trace import LOSS, OpCall, SourceLine, Trace
 from nandoctor.fixes.agreement import compare_runs
 from nandoctor.fixes.verify import Trials
 from nandoctor.ops import CASTS, MOVES, PRODUCTS, is_factor, num_terms
-from nandoctor.source_files import parse
 from nandoctor.text import MAX_SAMPLES_LISTED
 
 MAX_LEADS = 5
 """How many independent origins are fixed together; if there are more, only sets of modules are searched for."""
+
+_READ = re.compile(r"(?<!\{)\bself\.(\w+)(?!\w|\s*=[^=])")
+"""Where code computes with an attribute, but for an assignment to it and a text that shows it."""
 
 _ROUNDED_WITHIN = 4
 """How many ops before the failing one are searched for what rounded its operands."""
@@ -116,26 +117,12 @@ def _through_attribute(edit: Edit, model: nn.Module, called: Set[str]) -> Edit:
 
 def _attribute_read_once(site: OpSite, names: Set[str], kind: type) -> str | None:
     """Return which of the attributes an op's line reads, or the only one; None if code of its class reads it twice."""
-    reads = list[ast.Attribute]()
-    for base in kind.__mro__:
-        file = getattr(sys.modules.get(base.__module__), "__file__", None) or (site.source.file if site.source else "")
-        tree = parse("".join(linecache.getlines(file)))
-        for node in ast.walk(tree) if tree is not None else ():
-            if isinstance(node, ast.ClassDef) and node.name == base.__name__:
-                reads += _attributes_read(node, names)
-    line = range(0) if site.source is None else range(site.source.line, (site.source.end_line or site.source.line) + 1)
-    near = {node.attr for node in reads if node.lineno in line} or names
-    counts = Counter(node.attr for node in reads)
-    return next((name for name in near if counts[name] < 2), None) if len(near) == 1 else None
-
-
-def _attributes_read(root: ast.AST, names: Set[str]) -> Iterator[ast.Attribute]:
-    """Yield where code computes with one of the attributes of `self`: a text that shows it does not count."""
-    for node in ast.iter_child_nodes(root) if not isinstance(root, ast.JoinedStr) else ():
-        match node:
-            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Load()) if name in names:
-                yield node
-        yield from _attributes_read(node, names)
+    reads = list[str]()
+    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        with suppress(OSError, TypeError):  # code without a file
+            reads += _READ.findall(inspect.getsource(base))
+    here = {*_READ.findall(site.source.expression if site.source is not None else "")} & names or names
+    return next((name for name in here if reads.count(name) < 2), None) if len(here) == 1 else None
 
 
 def _in_fp32(lead: Suspect, findings: Findings, trials: Trials) -> Iterator[Candidate]:

@@ -59,7 +59,7 @@ def test_of_two_equal_numbers_it_is_the_one_that_the_line_reads(replay):
     assert best.title == "Set eps of Settled to 1e-4 (was 1e-8)"
 
 
-def test_a_number_that_other_code_reads_too_is_changed_at_its_place(replay):
+def test_a_number_that_other_code_reads_is_changed_at_its_place(replay):
     best = replay(Net(Shared()), X).fixes[0]
     assert best.verified
     assert "+        x = x / ((x * x).mean(-1, keepdim=True) + 1e-4).sqrt()\n" in best.patch
