@@ -81,7 +81,7 @@ class Finding:
         """True if the op got infinities, unless its non-finite values came from finite elements beside them."""
         operands = self.op.analysis.operands if self.op.analysis is not None and self.op.op in POINTWISE else ()
         of_finite = bool(operands) and all(taken.at_worst is not None for taken in operands)
-        return bool(self.op.nonfinite_inputs) and not of_finite
+        return bool(self.op.carried_inputs) and not of_finite
 
     @property
     def format(self) -> FloatFormat:

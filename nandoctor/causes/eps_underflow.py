@@ -188,10 +188,8 @@ def _gaps_beside_one(op: OpCall, finding: Finding) -> list[_Lost]:
 
 def _vanishes(lost: _Lost) -> bool:
     """Return True if the constant is zero in its format, and the op's result has zeros or both signs."""
-    made = lost.place.outputs[0]
-    return (
-        lost.dtype.round(lost.eps) == 0 and made.min is not None and made.max is not None and made.min <= 0 <= made.max
-    )
+    made = lost.place.outputs[0].known_values
+    return lost.dtype.round(lost.eps) == 0 and bool(len(made)) and made.min() <= 0 <= made.max()
 
 
 def _is_absorbed(lost: _Lost) -> bool:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from nandoctor.changes.editor import Editor, Texts
 from nandoctor.changes.source_tree import CannotWriteError, name_called
-from nandoctor.evidence.trace import OpCall
+from nandoctor.evidence.trace import OpCall, OpTensor
 from nandoctor.ops import MOVES, PRODUCTS
 
 OPERATORS: Mapping[type, str] = {
@@ -181,12 +181,18 @@ class Expression:
                     return
         raise CannotWriteError
 
+    @property
+    def taken(self) -> list[OpTensor]:
+        """The floating-point tensors that the op took, but the weights and buffers of a module that is called."""
+        inputs = self.op.inputs if self.op is not None else ()
+        own = ("weight", "buffer") if self.calls_module() else ()
+        return [tensor for tensor in inputs if tensor.stats is not None and tensor.origin not in own]
+
     def tensors(self) -> Iterator[ast.expr]:
         """Yield the arguments that were floating-point tensors in the trace, as far as that is known."""
         if self.op is None:
             return
-        left = sum(tensor.stats is not None for tensor in self.op.inputs)
-        names = {tensor.name for tensor in self.op.inputs if tensor.stats is not None}
+        left, names = len(self.taken), {tensor.name for tensor in self.taken}
         numbers = {name for name, _ in self.op.scalars}
         for place, (keyword, value) in enumerate(self.arguments):
             schema_name = keyword or ("self" if place == 0 else "other" if place == 1 else "")

@@ -20,11 +20,14 @@ from nandoctor.evidence.trace import LOSS, SourceLine
 from nandoctor.ops import CASTS, PRODUCTS
 from nandoctor.text import file_name, join_words
 
-_WIDEN = """def widen(module, args, kwargs):
+_CALLS = (ast.Call, ast.MatMult)
+"""What may refuse tensors of two formats outside of autocast."""
+_IN_FP32 = """def in_fp32(forward, *args, **kwargs):
     def cast(value):
         return value.float() if torch.is_tensor(value) and value.is_floating_point() else value
 
-    return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
+    with torch.autocast("{device}", enabled=False):
+        return forward(*map(cast, args), **{{name: cast(value) for name, value in kwargs.items()}})
 """
 
 
@@ -56,15 +59,19 @@ class KeepModule(SingleEdit):
 
 
 def modules_in_fp32(paths: Collection[str], *, has_low_weights: bool, device: str) -> Snippet:
-    """Return the lines that keep modules in fp32 by hooks; `device` is the type whose autocast the training uses."""
+    """Return the lines that keep modules in fp32; `device` is the type whose autocast the training uses.
+
+    A partial of a bound method is copied, and pickled, with the module that it is bound to. A closure would leave the
+    copy that keeps a moving average with the original's weights.
+    """
     # The names may come from a stranger's dump: as JSON they are string literals, whatever they contain.
     lines = [
+        "import functools\n",
         "import torch\n\n",
-        _WIDEN,
+        _IN_FP32.format(device=device),
         f"\nfor name in {json.dumps(list(paths))}:",
         "    module = model.get_submodule(name)",
-        f'    module.forward = torch.autocast("{device}", enabled=False)(module.forward)',
-        "    module.register_forward_pre_hook(widen, with_kwargs=True)",
+        "    module.forward = functools.partial(in_fp32, module.forward)",
     ]
     if has_low_weights:
         lines.append("    module.float()  # its weights are stored in half precision")
@@ -154,10 +161,15 @@ class KeepLines(SingleEdit):
         return f"Compute {where} in {self.format}{'' if self.off_autocast else ', and cast the result back'}"
 
     def write(self, source: SourceWriter) -> None:
-        """Cast the tensors of each line where their names are read, and what the last one returns or assigns."""
+        """Cast the tensors of each line where their names are read, and what the last one returns or assigns.
+
+        Raises CannotWriteError for a line of which this step did not run a part: what it takes is not known.
+        """
         method, made = ("float" if self.format is FP32 else "double"), set[str]()
         for line in self.lines:
             change, statement = source.file(line.file), _statement_at(source, line)
+            if _has_branch_not_run(source, line, statement):
+                raise CannotWriteError
             names = _widen_names(source, line, statement, method=method, wide=made)
             if self.off_autocast:
                 change.wrap(statement, change.library.off_autocast)
@@ -198,6 +210,19 @@ def _statement_at(source: SourceWriter, line: SourceLine) -> ast.stmt:
     return statement
 
 
+def _has_branch_not_run(source: SourceWriter, line: SourceLine, statement: ast.stmt) -> bool:
+    """Return True if a branch of a conditional expression, `and` or `or` calls something, but no op of the trace."""
+    tree = source.file(line.file).tree
+    places = {op.source for op in source.ops if op.source is not None and op.source.file == line.file}
+    nodes = {tree.find(place) for place in places if statement.lineno <= place.line <= (statement.end_lineno or 0)}
+    branches = list[ast.expr]()
+    for node in ast.walk(statement):
+        branches += [node.body, node.orelse] if isinstance(node, ast.IfExp) else []
+        branches += node.values[1:] if isinstance(node, ast.BoolOp) else []
+    inside = ([*ast.walk(branch)] for branch in branches)
+    return any(nodes.isdisjoint(it) for it in inside if any(isinstance(node, _CALLS) for node in it))
+
+
 def _widen_names(
     source: SourceWriter, line: SourceLine, statement: ast.stmt, *, method: str = "float", wide: Collection[str] = ()
 ) -> set[ast.expr]:
@@ -209,7 +234,8 @@ def _widen_names(
     tree = change.tree
     sources = ((op, op.source) for op in source.ops if op.source is not None and op.source.whole == line)
     called = [Expression(change, node, op) for op, place in sources if (node := tree.find(place)) is not None]
-    found = _tensors_read(called, items=method == "double") | set(_module_arguments(statement))
+    without = {item.node for item in called} - {item.node for item in called if item.taken}
+    found = _tensors_read(called, items=method == "double") | set(_module_arguments(statement, without))
     names = {node for node in found if tree.code(node) not in wide}
     for node in found:
         text = f"{change.operand(node)}.{method}()" if node in names else tree.code(node)
@@ -251,9 +277,9 @@ def _own_cast(tree: SourceTree, node: ast.expr) -> ast.expr | None:
     return call if isinstance(call, ast.Call) else None
 
 
-def _module_arguments(statement: ast.stmt) -> Iterator[ast.Name]:
-    """Yield the names that a statement passes to submodules: the `x` of `self.norm(x)`."""
-    for call in (node for node in ast.walk(statement) if isinstance(node, ast.Call)):
+def _module_arguments(statement: ast.stmt, without: Collection[ast.AST]) -> Iterator[ast.Name]:
+    """Yield the names that a statement passes to submodules: the `x` of `self.norm(x)`, but no call in `without`."""
+    for call in (node for node in ast.walk(statement) if isinstance(node, ast.Call) and node not in without):
         function: ast.expr = call.func
         while isinstance(function, ast.Attribute | ast.Subscript):
             function = function.value

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import ast
+from collections.abc import Iterator, Sequence, Set
 from typing import ClassVar, Literal
 
 from nandoctor.changes.definitions import Definitions
 from nandoctor.changes.expression import Expression
 from nandoctor.changes.places import descendants, dims_of, in_place, site_of
-from nandoctor.changes.source_tree import CannotWriteError, grouped
+from nandoctor.changes.source_tree import NOT_IN_EACH_RUN, CannotWriteError, SourceTree, grouped
 from nandoctor.changes.source_writer import SourceWriter
 from nandoctor.evidence.edits import OpSite, SingleEdit, kind_of_change
 from nandoctor.evidence.trace import OpCall
@@ -16,6 +17,7 @@ from nandoctor.ops import CASTS, PRODUCTS
 
 _GROUPS = "groups"
 _STEPS = 8
+_OF_SHAPE = frozenset({"shape", "dtype", "device", "ndim", "size", "dim"})
 _SUMS = frozenset({"sum", "mean"})
 _SCATTERS = {"index_add": ("index_reduce", "index_select"), "scatter_add": ("scatter_reduce", "gather")}
 """Sums into groups, with what takes the maximum of each group, and what gives it back to its members."""
@@ -27,6 +29,7 @@ class SubtractLargest(SingleEdit):
 
     `along` are the dimensions that the powers are summed along, as code; "" stands for all, "groups" for the groups
     into which they are summed by an index. Whether the step makes shares alone is not looked for: a run has to show it.
+    Code that the step did not run may make other things of the powers or of their sum: then nothing is written.
     Small exponents stay as they are: an eps or a mask of -1e9 would not be small beside what is added to them.
     """
 
@@ -45,6 +48,7 @@ class SubtractLargest(SingleEdit):
     def write(self, source: SourceWriter) -> None:
         """Write the difference as the argument of the exponential."""
         expression = source.open(self.site)
+        _check_reads(expression, source.ops)
         exponent = expression.argument_node("self")
         first, again, before = expression.editor.named(exponent, expression.editor.code(exponent), "logits")
         if self.along == _GROUPS:
@@ -83,6 +87,47 @@ def _sums_just(power: OpCall, along: str, ops: Sequence[OpCall]) -> bool:
             return False
         has_largest |= all(taken) and not is_first
     return has_largest
+
+
+def _check_reads(expression: Expression, ops: Sequence[OpCall]) -> None:
+    """Raise CannotWriteError if powers, or what is made of them but their shares, are read where no traced op did."""
+    editor, tree = expression.editor, expression.editor.tree
+    forward = [op for op in ops if op.phase != "backward" and op.forward is None]
+    found = {op.order: editor.find(op.source) for op in forward if op.source is not None}
+    nodes: dict[int, ast.AST] = {order: node for order, node in found.items() if node is not None}
+    made_here = (order for order, node in nodes.items() if node is expression.node)
+    # The exponents of the common factor: 0 for a share.
+    degrees: dict[int | None, int] = {order: 1 for order in made_here if ops[order].op == expression.op_name}
+    for op in forward:
+        taken = {it.name: degree for it in op.inputs if (degree := degrees.get(it.producer, 0))}
+        if taken:
+            first, other = (taken.get(name, 0) for name in ("self", "other"))
+            made = {"mul": first + other, "div": first - other, "reciprocal": -first}
+            degrees[op.order] = made.get(op.op, max(taken.values()))
+    waiting = list(dict.fromkeys(node for order, node in nodes.items() if degrees.get(order)))
+    for node in waiting:  # it grows meanwhile
+        match _statement_taking(node, {*nodes.values()}, tree):
+            case ast.Assign(targets=[ast.Name(id=bound)], value=value):
+                below, value_of = ast.walk(tree.function_of(node) or tree.module), Definitions(editor, node).value_of
+                names = (it for it in below if isinstance(it, ast.Name) and isinstance(it.ctx, ast.Load))
+                read = [it for it in names if it.id == bound and value_of(it) in (None, value)]
+                waiting += [name for name in read if name not in waiting]
+            case ast.stmt():
+                raise CannotWriteError
+
+
+def _statement_taking(node: ast.AST, called: Set[ast.AST], tree: SourceTree) -> ast.stmt | None:
+    """Return the statement that takes the value of an expression itself; None if a `called` op in it does."""
+    was_run = node in called
+    for above in () if isinstance(node, ast.AugAssign) else tree.ancestors(node):
+        is_read = isinstance(above, ast.Attribute) and above.attr in _OF_SHAPE
+        if is_read or above in called or (was_run and isinstance(above, ast.Expr)):  # written in place
+            return None
+        if isinstance(above, ast.stmt):
+            return above
+        if isinstance(above, NOT_IN_EACH_RUN) and not was_run:
+            called = frozenset()
+    return None
 
 
 def _counted(dims: str, rank: int) -> str:

@@ -90,7 +90,7 @@ def _lines_in_strings(text: str) -> set[int]:
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-_NOT_IN_EACH_RUN = (ast.Lambda, *COMPREHENSIONS, ast.IfExp, ast.BoolOp)
+NOT_IN_EACH_RUN = (ast.Lambda, *COMPREHENSIONS, ast.IfExp, ast.BoolOp)
 _BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
 _BYTE_ORDER_MARK = "\ufeff"
 
@@ -208,7 +208,7 @@ class SourceTree:
         before the statement would not run as often, or not with the same names.
         """
         for parent in (node, *self.ancestors(node)):
-            if parent is not node and isinstance(parent, _NOT_IN_EACH_RUN):
+            if parent is not node and isinstance(parent, NOT_IN_EACH_RUN):
                 return None
             if isinstance(parent, ast.stmt):
                 return parent if self.stands_alone(parent) else None

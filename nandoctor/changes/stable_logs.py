@@ -325,17 +325,16 @@ class LogSpace:
         return None if left is None or right is None else (left, right)
 
     def _log_of_positive(self, side: ast.expr, node: ast.BinOp) -> _Log | None:
-        """Return the plain logarithm of an operand that no batch can make 0 or negative, or that is a mask."""
+        """Return the plain logarithm of an operand that no batch can make 0 or negative, or that is a mask of flags."""
         call = self._calls.get(node)
         is_first = call is not None and operands(node, call.op)[0] is side
         taken = call.find_input("self" if is_first else "other") if call is not None else None
         if taken is None or taken.stats is None:
             return None
-        maker, low, high = maker_of(taken, self._ops), taken.stats.min, taken.stats.max
+        maker, low = maker_of(taken, self._ops), taken.stats.min
         is_positive = low is not None and low > 0 and is_nonnegative(taken, self._ops, nor_zero=True)
-        is_cast = maker is not None and maker.op in CASTS and all(given.stats is None for given in maker.inputs)
-        # A mask's -Inf ends in the sum of exponentials, and it has no gradient.
-        is_mask = (low, high) == (0, 1) if taken.origin == "batch" else is_cast and low in (0, 1) and high == 1
+        # A mask's -Inf ends in the sum of exponentials, and it has no gradient. Data of 0 and 1 may be rewards.
+        is_mask = maker is not None and maker.op in CASTS and all(given.is_flags for given in maker.inputs)
         return _Log(text=f"torch.log({self._leaf(side).text})") if is_positive or is_mask else None
 
     def _added(self, node: ast.BinOp) -> _Log | None:

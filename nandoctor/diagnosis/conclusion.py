@@ -317,10 +317,11 @@ def _conclude_traced(
     found_trace: NonfiniteTrace, trace: Trace, places: list[FirstNonfinite], fails_without: FailsWithout | None
 ) -> Conclusion:
     found = [*_from_outside(found_trace, trace), *_from_sources(found_trace, trace)]
-    harmless = _find_harmless(found, trace, fails_without)
-    found = [it for it in found if it[2] is None or it[2].site not in harmless or is_mask(it[1])]
+    beside = [*_from_sources(replace(found_trace, sources=found_trace.beside), trace)] if found_trace.beside else []
+    harmless = _find_harmless([*found, *beside], trace, fails_without)
     # A mask constant that became -inf is harmless except in fully masked rows: any other diagnosis comes first.
-    found.sort(key=lambda it: (is_mask(it[1]), it[0]))
+    found = [*sorted(found, key=lambda it: (is_mask(it[1]), it[0])), *beside]
+    found = [it for it in found if it[2] is None or it[2].site not in harmless or is_mask(it[1])]
     start = found[0][0] if found else 0
     producers = {op.order for op in found_trace.ops if op.order >= start}
     involved = (place for place in places if place.value.producer in producers)

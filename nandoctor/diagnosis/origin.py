@@ -138,13 +138,15 @@ def describe_first(first: FirstNonfinite, reference: Trace, guilty: tuple[int, .
 class NonfiniteTrace:
     """The ops and tensors that lead to one non-finite symptom.
 
-    `sources` are in the order of execution; `written` are intended ones, such as masks. `outside` are non-finite
+    `sources` are in the order of execution; `beside` are those whose infinities a later op took in other elements than
+    those in which it made its own, and `written` are intended ones, such as masks. `outside` are non-finite
     tensors from outside the traced ops (weights, buffers, the batch), each with the op that took it; `outsized` those
     that the code made from a number that does not fit, with that number. `ops` are all that passed non-finite values
     on, up to the op of order `symptom`. `complete` is False if a non-finite tensor came from before the traced span.
     """
 
     sources: tuple[Finding, ...]
+    beside: tuple[Finding, ...]
     written: tuple[Finding, ...]
     outside: tuple[tuple[OpCall, OpTensor], ...]
     outsized: tuple[tuple[OpCall, OpTensor, float], ...]
@@ -157,7 +159,7 @@ class NonfiniteTrace:
         ops = {op.order: op for op in self.ops}
         ways: dict[int, tuple[int, ...]] = {start: (start,)}
         for op in self.ops:
-            reached = [ways[tensor.producer] for tensor in op.nonfinite_inputs if tensor.producer in ways]
+            reached = [ways[tensor.producer] for tensor in op.carried_inputs if tensor.producer in ways]
             if reached and op.order not in ways:
                 ways[op.order] = (*min(reached, key=len), op.order)
         return tuple(ops[order] for order in ways.get(self.symptom, (start,)))
@@ -166,11 +168,13 @@ class NonfiniteTrace:
 def trace_back(ops: tuple[OpCall, ...], reference: Trace, symptoms: Sequence[int], low: FloatFormat) -> NonfiniteTrace:
     """Trace non-finite tensors from the ops with the orders `symptoms` back to where they were made."""
     sliced = _slice(ops, symptoms)
-    outside = [(op, tensor) for op in sliced for tensor in op.nonfinite_inputs if tensor.producer is None]
+    outside = [(op, tensor) for op in sliced for tensor in op.carried_inputs if tensor.producer is None]
     candidates = [*findings_of(sliced, ops, reference, low)]
     sources = [source for source in candidates if _is_created(source)]
     behind = [it for it in findings_of(_slice(ops, [*_absorbing(sources)]), ops, reference, low) if it.op.analysis]
     sources += [source for source in behind if source not in sources and _is_created(source)]
+    absorbed = [it.producer for op in sliced for it in op.nonfinite_inputs if it.absorbed and it.producer is not None]
+    beside = findings_of(_slice(ops, absorbed), ops, reference, low)
     # Ops that made NaN from infinities are sources only if there are no others.
     examined = [source for source in candidates if source.had_inf_input and source.op.analysis]
     had_inf_input = [source for source in examined if "nan" in source.analysis.kinds]
@@ -184,6 +188,7 @@ def trace_back(ops: tuple[OpCall, ...], reference: Trace, symptoms: Sequence[int
     outsized = [(op, tensor, number) for op, tensor, number in numbers if number is not None]
     return NonfiniteTrace(
         sources=tuple(sources or ([] if outsized else had_inf_input or misused)),
+        beside=tuple(it for it in beside if it.op.analysis and it not in candidates + behind and _is_created(it)),
         written=tuple(written),
         outside=tuple(outside),
         outsized=tuple(outsized),
@@ -272,7 +277,7 @@ def _slice(ops: tuple[OpCall, ...], symptoms: Sequence[int]) -> list[OpCall]:
         order = waiting.pop()
         if order not in seen:
             seen.add(order)
-            waiting += [tensor.producer for tensor in ops[order].nonfinite_inputs if tensor.producer is not None]
+            waiting += [tensor.producer for tensor in ops[order].carried_inputs if tensor.producer is not None]
     return [ops[order] for order in sorted(seen)]
 
 

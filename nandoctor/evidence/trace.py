@@ -123,6 +123,13 @@ class TensorStats:
     producer: int | None = None
     sample: NDArray[np.float32] | None = field(default=None, repr=False, compare=False)
 
+    @property
+    def known_values(self) -> NDArray[np.float32]:
+        """The limits if they are known, else the finite values of the sample."""
+        if self.min is not None and self.max is not None:
+            return np.array([self.min, self.max])
+        return np.array([]) if self.sample is None else self.sample[np.isfinite(self.sample)]
+
 
 def largest_of(tensors: Iterable[TensorStats]) -> float | None:
     """Return the largest finite magnitude in tensors, None if there is none."""
@@ -178,8 +185,10 @@ class OpTensor:
     """An input or output tensor of an operation.
 
     `name` is the parameter's name in the op's schema, "" for a gradient; `stats` is None for tensors without
-    floating-point values. `producer` is the `order` of the traced op that wrote the tensor last, None if it came from
-    outside the traced span; `origin` then says from where, if known.
+    floating-point values, of which `is_flags` marks booleans. `producer` is the `order` of the traced op that wrote the
+    tensor last, None if it came from outside the traced span; `origin` then says from where, if known. `absorbed` is
+    True if an elementwise op made finite numbers of all its NaN and infinities, as 5 / Inf is 0, and others of its
+    result are non-finite.
     """
 
     name: str
@@ -187,6 +196,8 @@ class OpTensor:
     producer: int | None = None
     origin: Literal["op", "weight", "buffer", "batch", "unknown"] = "unknown"
     path: str = ""
+    is_flags: bool = False
+    absorbed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,6 +293,11 @@ class OpCall:
     def nonfinite_inputs(self) -> tuple[OpTensor, ...]:
         """The input tensors with NaN or infinities."""
         return tuple(tensor for tensor in self.inputs if tensor.stats is not None and not tensor.stats.finite)
+
+    @property
+    def carried_inputs(self) -> tuple[OpTensor, ...]:
+        """The input tensors whose NaN or infinities may have made those of the output."""
+        return tuple(tensor for tensor in self.nonfinite_inputs if not tensor.absorbed)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,7 +51,7 @@ class Signature(NamedTuple):
     `name` is the aten name without namespace, overload, in-place underscore and `_nd`: `add` for `add_.Tensor`, and the
     usual one of several: `div` for `true_divide`.
     `written` names the arguments that the op only writes to, `changed` all that it writes to; `eps` is the default of
-    the argument of that name. `is_random`: it draws from torch's generator.
+    the argument of that name. `is_random`: it draws from torch's generator. `is_elementwise`: torch says so of it.
     """
 
     name: str
@@ -61,6 +61,7 @@ class Signature(NamedTuple):
     eps: float | None
     is_mutable: bool
     is_random: bool
+    is_elementwise: bool
 
 
 @cache
@@ -79,6 +80,7 @@ def signature_of(op: OpOverload) -> Signature:
         eps=next((float(default) for default in defaults if default is not None), None),
         is_mutable=schema.is_mutable,
         is_random=torch.Tag.nondeterministic_seeded in op.tags,
+        is_elementwise=torch.Tag.pointwise in op.tags,
     )
 
 

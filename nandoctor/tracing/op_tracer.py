@@ -202,6 +202,8 @@ class OpTracer:
                 if rng_state is not None:
                     torch.set_rng_state(rng_state)
                 analysis = _examine(call, leaves)
+        if call.signature.is_elementwise and len(leaves) == 1 and not is_finite(readings[0]):
+            inputs = _mark_absorbed(call, inputs, leaves[0])
         recorded = self._describe(call, analysis)
         self._recordings.append(Recording(recorded, inputs, [reading for reading in readings if reading is not None]))
         self._num_nodes.append(num_nodes_made())
@@ -234,7 +236,9 @@ class OpTracer:
                 reading = measure(tensor, counts=True)
             self._remember(tensor, producer, reading)
         kind, path = known_as or ("unknown" if producer is None else "op", "")
-        return OpTensor(name=name, stats=None, producer=producer, origin=kind, path=path), reading  # type: ignore[arg-type]
+        is_flags = tensor.dtype is torch.bool
+        taken = OpTensor(name=name, stats=None, producer=producer, origin=kind, path=path, is_flags=is_flags)  # type: ignore[arg-type]
+        return taken, reading
 
     def _find_current(self, tensor: torch.Tensor) -> _Writer | None:
         """Return the record of this tensor, or None if there is none or it was written to since."""
@@ -393,6 +397,26 @@ def _makes_of_finite(call: Invocation, outputs: Sequence[torch.Tensor]) -> bool:
     """Return True if a function that is infinite for some finite inputs was given those, whatever is beside them."""
     made = [values for output in outputs if (values := numbers_in(output)) is not None]
     return call.name in POINTWISE and not all(all_finite(_without_passed_on(call, values)) for values in made)
+
+
+def _mark_absorbed(call: Invocation, inputs: list[Input], output: torch.Tensor) -> list[Input]:
+    """Return an elementwise op's inputs, with a mark at those whose non-finite elements do not meet the output's."""
+    made = numbers_in(output)
+    if made is None or all(is_finite(reading) for _, reading in inputs):
+        return inputs
+
+    def meets(tensor: torch.Tensor) -> bool:
+        values = numbers_in(tensor)
+        # Complex, sparse and vmapped tensors have their numbers in another shape.
+        if values is None or values.shape != tensor.shape or not _expands(values, made):
+            return True
+        return bool((find_nonfinite(values).expand(made.shape) & find_nonfinite(made)).any())
+
+    with plain_torch():
+        return [
+            (it, reading) if is_finite(reading) or meets(tensor) else (replace(it, absorbed=True), reading)
+            for (it, reading), (_, tensor) in zip(inputs, call.tensors(), strict=True)
+        ]
 
 
 def _operand_values(name: str, tensor: torch.Tensor) -> torch.Tensor | None:

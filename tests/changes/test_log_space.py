@@ -49,6 +49,10 @@ WRITTEN = {
         "w = x.exp() * (x > 0)\nreturn w / (w.sum(-1, keepdim=True))", "exp",
         ["w = (x - x.amax(-1, keepdim=True).clamp(min=0).detach()).exp() * (x > 0)"],
     ),
+    "shares by a product": (
+        "w = x.exp()\nw = w * (1 / w.sum(-1, keepdim=True))\nreturn w if w.dim() else None", "exp",
+        ["w = (x - x.amax(-1, keepdim=True).clamp(min=0).detach()).exp()"],
+    ),
     "shares with an eps": (
         "w = x.exp()\nreturn w / (w.sum(1, keepdim=True) + 1e-8)", "exp",
         ["w = (x - x.amax(1, keepdim=True).clamp(min=0).detach()).exp()"],
@@ -191,8 +195,18 @@ LEFT = {
     "a factor may be negative": ("return torch.log((x * x.abs()).prod(-1))", "log"),
     "a square of another function": ("a = torch.sin(x)\nreturn torch.log(1 - a * a)", "log"),
     "a weight may be negative": ("return torch.log((torch.exp(x) * x.abs()).sum(-1))", "log"),
+    "numbers that are 0 and 1 here": (
+        "reward = (x > 0).int()\nreturn torch.log((x.exp() * reward.float()).sum(-1))", "log",
+    ),
     "a comprehension has names of its own": (
         "p = torch.exp(x)\nreturn torch.stack([torch.log(p.sum(-1)) for p in (p, p + 0)]).sum(0)", "log",
+    ),
+    "a factor of two": ("w = x.exp()\nreturn w * w / w.sum()", "exp"),
+    "a sum that another branch reads": (
+        "w = x.exp()\ns = w.sum(-1, keepdim=True)\nif not self.training:\n    return -s.log()\nreturn w / s", "exp",
+    ),
+    "powers that another branch keeps": (
+        "w = x.exp()\ns = w / w.sum(-1, keepdim=True)\nself.w = None if self.training else w\nreturn s", "exp",
     ),
     "a dimension that has another value there": (
         "d = -1\np = torch.cat([x.exp(), x.exp() * 2], dim=d)\nd = 0\nreturn torch.log(p).sum(d)", "log",
@@ -200,9 +214,7 @@ LEFT = {
 }  # fmt: skip
 
 REFUTED = {
-    "a factor of two": ("w = x.exp()\nreturn w * w / w.sum()", "exp"),
     "the 1 would have to be scaled as well": ("w = x.exp()\nreturn w / (1 + w.sum(-1, keepdim=True))", "exp"),
-    "squares": ("w = x.exp()\nreturn w * w / w.sum(-1, keepdim=True)", "exp"),
     "the score is written over": (
         "s = x * 1\np = torch.exp(s)\ntorch.clamp_(s, -1, 1)\nreturn torch.log(p.sum(-1)) + s.sum(-1)", "log",
     ),

@@ -12,18 +12,21 @@ from pathlib import Path
 import pytest
 import torch
 from report_schema import report_schema
-from written import run_both
+from written import run_both, step_of
 
 from nandoctor import changes
 from nandoctor.changes.clamp import ClampArgument
 from nandoctor.changes.constant import SetArgument, SetFlag
 from nandoctor.changes.guard import GuardArgument
 from nandoctor.changes.keep_fp32 import KeepOp
+from nandoctor.changes.places import site_of
 from nandoctor.changes.softmax_rows import UnmaskRows
+from nandoctor.engine.runner import CLOSELY
 from nandoctor.evidence import edits
 from nandoctor.evidence.codec import from_plain, to_plain
 from nandoctor.evidence.edits import OpSite, Together, only_widens
-from nandoctor.fixes.writing import write_title
+from nandoctor.fixes.candidates import line_of
+from nandoctor.fixes.writing import ChangeWriter, write_title
 
 CLAMP = partial(ClampArgument, argument="self", low=0.5)
 AWAY = partial(ClampArgument, argument="other", low=0.5, keeps_sign=True)
@@ -89,6 +92,26 @@ def test_a_text_does_what_the_change_does(name, tmp_path):
     lines, by_run, by_text = run_both(code, tmp_path, x, op, lambda site: kind(site=site))
     assert expected in "\n".join(lines)
     torch.testing.assert_close(by_text, by_run, equal_nan=True, rtol=1e-6, atol=1e-6)
+
+
+LINES = {
+    "a branch that calls something": ("return x.exp() if self.training else self.other(x)", None),
+    "an operand that calls something": ("return x.exp() * (1.0 or self.other(x))", None),
+    "a branch that is a number": ("return x.exp() if self.training else 0.0", "x.float().exp() if"),
+    "whole numbers for a module": ("return self.read(x.int()) * x.exp()", "self.read(x.int()) * x.float().exp()"),
+    "the same by a name": ("i = x.int()\nreturn self.read(i) * x.exp()", "self.read(i) * x.float().exp()"),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_line_in_fp32_is_one_that_was_run_as_a_whole(name, tmp_path):
+    code, expected = LINES[name]
+    step = step_of(code, tmp_path, torch.ones(3))
+    step.model.read = torch.nn.Embedding(2, 3)
+    ops = step.run(watch=CLOSELY).trace.ops
+    edit = KeepOp(site=line_of(site_of(next(op for op in ops if op.op == "exp"))))
+    texts = [written.text for written in ChangeWriter(step.model, None, ops).write(edit)]
+    assert [expected in text for text in texts] == [True] * (expected is not None)
 
 
 SUGGESTED = """

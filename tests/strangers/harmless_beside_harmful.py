@@ -122,3 +122,25 @@ class NewNanBesideThatOfRowsThatAreDropped(Lifting):
     def forward(self, x, count, size):
         mean = super().forward(x) * count[:, None] / count[:, None]
         return ((mean - mean) / size[:, None])[count > 0]
+
+
+def loud_and_silent(factor):
+    """Rows of which the first is so many times as large, and the third is 0."""
+    return {"x": X * torch.tensor([[factor], [1.0], [0.0], [1.0]])}
+
+
+BESIDE = {"samples": (2,), "also": ("elementwise-overflow",)}
+
+
+@rows("precision . div eps-underflow", loud_and_silent(700.0), 1e-8, line="/ ((h * h).mean", **BESIDE)
+@rows(DIVISION, loud_and_silent(1e20), 0.0, line="/ ((h * h).mean", **BESIDE, name="in fp32", amp_dtype="none")
+class OverflowThatADivisionEnds(nn.Module):
+    """The norm of the first row overflows, which leaves 0 of it; only the third row is NaN."""
+
+    def __init__(self, eps):
+        super().__init__()
+        self.lift, self.eps = nn.Linear(8, 8, bias=False), eps
+
+    def forward(self, x):
+        h = self.lift(x)
+        return h / ((h * h).mean(-1, keepdim=True) + self.eps).sqrt()
