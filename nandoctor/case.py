@@ -231,7 +231,7 @@ class Case:
         Raises:
             NanDoctorError: the report lacks the numbers that it shows.
         """
-        from nandoctor.views.plots.ranges import draw_ranges
+        from nandoctor.views.ranges import draw_ranges
 
         return draw_ranges(self.report)
 

@@ -30,8 +30,7 @@ def card_of(thing: Any) -> str:
 
 def _draw_plot(plot: Plot) -> dict[str, Any] | None:
     """Return heading, finding in a sentence, and drawing; None if the report does not have the numbers for it."""
-    from nandoctor.views.plots.figures import image_of  # noqa: PLC0415  (imports matplotlib)
-    from nandoctor.views.plots.ranges import draw_ranges  # noqa: PLC0415
+    from nandoctor.views.ranges import draw_ranges, image_of  # noqa: PLC0415  (imports matplotlib)
 
     try:
         figure = draw_ranges(plot.report)

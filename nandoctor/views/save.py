@@ -35,8 +35,7 @@ def save(found: Any, path: Path) -> None:
     check_target(path, ENDINGS)
     ending = path.suffix.lower()
     if ending in PICTURE_ENDINGS:
-        from nandoctor.views.plots.figures import image_of
-        from nandoctor.views.plots.ranges import draw_ranges
+        from nandoctor.views.ranges import draw_ranges, image_of
 
         write_bytes(image_of(draw_ranges(found), ending[1:]), path)
     elif ending == ".json":

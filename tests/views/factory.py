@@ -44,7 +44,7 @@ from nandoctor.views.html import page_of
 @lru_cache
 def sketch_of(report):
     """The page of a report, its figures made for their titles, and none written: a second for each page."""
-    with patch("nandoctor.views.plots.figures.image_of", lambda *_: b""):
+    with patch("nandoctor.views.ranges.image_of", lambda *_: b""):
         return page_of(report)
 
 
