@@ -26,6 +26,7 @@ from nandoctor.step.weights import take_weights
 from nandoctor.text import brief, in_python
 from nandoctor.verification import Changed, Query, tell_if_changed, verify_dump
 from nandoctor.views.fixes import command_arguments
+from nandoctor.views.report import report_document
 from nandoctor.views.save import save
 
 if TYPE_CHECKING:
@@ -253,4 +254,4 @@ class Case:
     def _repr_html_(self) -> str:
         from nandoctor.views.html import card_of
 
-        return card_of(self.report)
+        return card_of(report_document(self.report))

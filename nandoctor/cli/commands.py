@@ -21,6 +21,8 @@ from nandoctor.cli.shared import (
     show,
     wrong_usage,
 )
+from nandoctor.evidence.codec import to_json
+from nandoctor.views.report import report_document
 from nandoctor.views.save import ENDINGS, PICTURE_ENDINGS, check_target, save, write_text
 
 if TYPE_CHECKING:
@@ -60,7 +62,7 @@ def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, **
     try:
         if not as_json:
             has_page = any(path.suffix.lower() == ".html" for path in outputs)
-            show(report, num_told=display.num_told, has_page=has_page)
+            show(report_document(report, has_page=has_page), num_told=display.num_told)
     finally:  # the reader of the screen may have gone, as `head` does
         _write_all(report, outputs, as_json=as_json)
     if display.interrupted:
@@ -120,7 +122,7 @@ def _write_all(report: Report, outputs: tuple[Path, ...], *, as_json: bool = Fal
         save(report, path)
         tell(f"Wrote {path}")
     if as_json:
-        show(report, as_json=True)
+        click.echo(to_json(report))
 
 
 @click.command(cls=GroupedCommand, examples=["inspect nan.pth"])
@@ -129,8 +131,9 @@ def inspect(dump: Path) -> None:
     """Show what is in DUMP, without running any code of it."""
     from nandoctor.dumps.dump import summarize
     from nandoctor.dumps.reader import read_dump
+    from nandoctor.views.inspect_dump import inspection_document
 
-    show(summarize(read_dump(dump, as_torch=False)))
+    show(inspection_document(summarize(read_dump(dump, as_torch=False))))
 
 
 @click.command(cls=GroupedCommand, examples=["explain", "explain eps-underflow"])
@@ -138,5 +141,6 @@ def inspect(dump: Path) -> None:
 def explain(code: str | None) -> None:
     """Explain what a cause is, why it happens and how it is fixed; without CODE, list all causes."""
     from nandoctor.causes.registry import find_page, list_pages
+    from nandoctor.views.explain import catalogue_document, cause_document
 
-    show(list_pages() if code is None else find_page(code))
+    show(catalogue_document(list_pages()) if code is None else cause_document(find_page(code)))

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +20,8 @@ from rich.console import Console
 
 from nandoctor.dumps.recorded_format import read_option
 from nandoctor.errors import NanDoctorError
-from nandoctor.evidence.codec import to_json
 from nandoctor.step.settings import OPTIONS, Option, OptionGroup, check_setting
-from nandoctor.views.blocks import document
+from nandoctor.views.blocks import Block
 from nandoctor.views.save import check_target
 from nandoctor.views.terminal import print_document
 
@@ -82,12 +82,9 @@ def call(function: str, dump: Path, options: dict[str, Any], display: ReplayDisp
         return getattr(case, function)(case.load(dump), progress=progress, **options)
 
 
-def show(thing: Any, *, as_json: bool = False, num_told: int = 0, **more: Any) -> None:
-    """Print the document of anything that a verb found, but the blocks that stand there; or the record as JSON."""
-    if as_json:
-        click.echo(to_json(thing))
-        return
-    print_document(document(thing, **more)[num_told:], OutputConsole(), goes_on=num_told > 0)
+def show(document: Iterable[Block], *, num_told: int = 0) -> None:
+    """Print the document of anything that a verb found, but for the blocks that stand there already."""
+    print_document(islice(document, num_told, None), OutputConsole(), goes_on=num_told > 0)
 
 
 def settings_options(*groups: OptionGroup, without: str = "") -> Callable[[_Verb], _Verb]:

@@ -18,7 +18,7 @@ from nandoctor.fleet.triage import InterruptedTriageError, TriageOptions, Triage
 from nandoctor.fleet.triage import triage as run_triage
 from nandoctor.step.settings import OPTIONS
 from nandoctor.text import plural
-from nandoctor.views.triage import triage_lines
+from nandoctor.views.triage import triage_document, triage_lines
 
 
 @click.command(
@@ -81,7 +81,7 @@ def _print(found: Triage, *, as_json: bool) -> None:
     if as_json:
         click.echo(triage_lines(found), nl=False)
     else:
-        show(found)
+        show(triage_document(found))
 
 
 @contextmanager

@@ -82,6 +82,7 @@ def _replay(job: Job) -> JobAnswer:
     from nandoctor.step.weights import take_weights
     from nandoctor.verification import tell_if_changed
     from nandoctor.views.html import page_of
+    from nandoctor.views.report import report_document
 
     try:
         dump = read_dump(job.path)
@@ -108,7 +109,8 @@ def _replay(job: Job) -> JobAnswer:
         step=dump.step,
         sources=tuple(_list_sources(found)),
     )
-    return JobAnswer(result=result, report=to_json(report), page=page_of(report) if job.settings.fixes else "")
+    page = page_of(report_document(report, "page")) if job.settings.fixes else ""
+    return JobAnswer(result=result, report=to_json(report), page=page)
 
 
 def _describe_place(report: Report) -> CodePlace:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -13,19 +14,19 @@ from markupsafe import escape as escape_html
 
 from nandoctor.errors import NanDoctorError
 from nandoctor.text import diff_kind, in_python, printable, printable_code, split_code
-from nandoctor.views.blocks import Plot, document, excerpt_lines
+from nandoctor.views.blocks import Block, Plot, excerpt_lines
 from nandoctor.views.markdown import draw_markdown
 
 
-def page_of(thing: Any) -> str:
-    """Return the page of a report or a triage."""
-    blocks = document(thing, "page")
+def page_of(document: Iterable[Block]) -> str:
+    """Return the page of a report's or a triage's document."""
+    blocks = [*document]
     return _environment().get_template("page.html.j2").render(blocks=blocks, markdown=draw_markdown(blocks))
 
 
-def card_of(thing: Any) -> str:
+def card_of(document: Iterable[Block]) -> str:
     """Return one `<div>` for a notebook's cell, without scripts or external files, in the colours of its page."""
-    return _environment().get_template("card.html.j2").render(blocks=document(thing))
+    return _environment().get_template("card.html.j2").render(blocks=[*document])
 
 
 def _draw_plot(plot: Plot) -> dict[str, Any] | None:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
+from itertools import islice
 from typing import Any
 
 from rich.console import Console
@@ -17,7 +18,7 @@ from rich.text import Text
 from nandoctor.engine.progress import Listener
 from nandoctor.evidence.report import Report
 from nandoctor.text import plural, printable
-from nandoctor.views.blocks import document
+from nandoctor.views.report import report_document
 from nandoctor.views.terminal import print_document
 
 _SEARCH = "Fixes"
@@ -93,7 +94,7 @@ class ReplayDisplay(ReplayBar):
         if self._output is not None:
             self.display.stop()
             with suppress(BrokenPipeError):  # files are still to be written
-                print_document(document(report)[:_NUM_KNOWN], self._output)
+                print_document(islice(report_document(report), _NUM_KNOWN), self._output)
                 self._output.file.flush()
             self.num_told = _NUM_KNOWN
             self.display.start()
@@ -132,7 +133,7 @@ class NotebookProgress(ReplayBar):
         """Show the diagnosis above the bar of the search."""
         from nandoctor.views.html import card_of  # noqa: PLC0415 - a terminal needs no jinja2
 
-        self._card, self._shown_s = card_of(report), -math.inf
+        self._card, self._shown_s = card_of(report_document(report)), -math.inf
         self.searched(0, None, "")
 
     def close(self) -> None:

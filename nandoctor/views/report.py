@@ -43,7 +43,7 @@ _HIDDEN_BESIDE_FIXES = _HIDDEN | {"path"}  # all has to fit on one screen
 _HIDDEN_BESIDE_VERIFIED = _HIDDEN_BESIDE_FIXES | {"cause", "extent"}
 
 
-def report_document(report: Report, level: Level, *, has_page: bool = False) -> Iterator[Block]:
+def report_document(report: Report, level: Level = "screen", *, has_page: bool = False) -> Iterator[Block]:
     """Yield the headline, then sections: what to read first, the fixes, and as much of the rest as the level has.
 
     With `has_page` it does not say how to make the page.

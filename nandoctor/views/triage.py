@@ -31,7 +31,7 @@ def triage_lines(triage: Triage) -> str:
     return "".join(f"{json.dumps(part, allow_nan=False)}\n" for part in parts)
 
 
-def triage_document(triage: Triage, level: Level) -> Iterator[Block]:
+def triage_document(triage: Triage, level: Level = "screen") -> Iterator[Block]:
     """Yield the groups, and what could not be analysed; a page has a section for each group."""
     yield Headline(describe_triage(triage))
     if triage.groups:
