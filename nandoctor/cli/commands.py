@@ -33,10 +33,9 @@ EXIT_NOT_REPRODUCED = 3
 
 @click.command(
     cls=GroupedCommand,
-    examples=[
-        "replay nan.pth --model train.py:make_model",
-        "replay nan.pth --model train.py:make_model --loss train.py:loss -o report.html",
-    ],
+    epilog="\b\n"
+    "nandoctor replay nan.pth --model train.py:make_model\n"
+    "nandoctor replay nan.pth --model train.py:make_model --loss train.py:loss -o report.html\n",
 )
 @click.argument("dump", type=DumpPath, is_eager=True)
 @file_option(
@@ -83,10 +82,9 @@ def _check(dump: Path, outputs: tuple[Path, ...], options: dict[str, Any], *, as
 
 @click.command(
     cls=GroupedCommand,
-    examples=[
-        "plot nan.pth --model train.py:make_model",
-        "plot nan.pth --model train.py:make_model -o ranges.svg",
-    ],
+    epilog="\b\n"
+    "nandoctor plot nan.pth --model train.py:make_model\n"
+    "nandoctor plot nan.pth --model train.py:make_model -o ranges.svg\n",
 )
 @click.argument("dump", type=DumpPath, is_eager=True)
 @file_option("file", PICTURE_ENDINGS, "Default: the dump's name with .ranges.png, in the working directory.")
@@ -100,7 +98,7 @@ def plot(dump: Path, file: Path | None, **options: Any) -> None:
     _write_all(call("replay", dump, {**options, "fixes": False}).report, (file,))
 
 
-@click.command(cls=GroupedCommand, examples=["repro nan.pth --model train.py:make_model -o repro.py"])
+@click.command(cls=GroupedCommand, epilog="\b\nnandoctor repro nan.pth --model train.py:make_model -o repro.py")
 @click.argument("dump", type=DumpPath, is_eager=True)
 @file_option("file", (".py",), "Write the script there instead of printing it.")
 @settings_options(*MODEL_AND_STEP)
@@ -125,7 +123,7 @@ def _write_all(report: Report, outputs: tuple[Path, ...], *, as_json: bool = Fal
         click.echo(to_json(report))
 
 
-@click.command(cls=GroupedCommand, examples=["inspect nan.pth"])
+@click.command(cls=GroupedCommand, epilog="\b\nnandoctor inspect nan.pth")
 @click.argument("dump", type=DumpPath)
 def inspect(dump: Path) -> None:
     """Show what is in DUMP, without running any code of it."""
@@ -136,7 +134,7 @@ def inspect(dump: Path) -> None:
     show(inspection_document(summarize(read_dump(dump, as_torch=False))))
 
 
-@click.command(cls=GroupedCommand, examples=["explain", "explain eps-underflow"])
+@click.command(cls=GroupedCommand, epilog="\b\nnandoctor explain\nnandoctor explain eps-underflow")
 @click.argument("code", required=False)
 def explain(code: str | None) -> None:
     """Explain what a cause is, why it happens and how it is fixed; without CODE, list all causes."""

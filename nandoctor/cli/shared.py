@@ -36,18 +36,7 @@ _HEADINGS = {"model": "The model", "step": "The failing step", "fixes": "The sea
 
 
 class GroupedCommand(click.Command):
-    """A command whose help has examples, then its own options, then the settings of a replay by topic."""
-
-    def __init__(self, *args: Any, examples: Sequence[str], **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.examples = examples
-
-    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the description of the verb, and commands to copy."""
-        super().format_help_text(ctx, formatter)
-        formatter.write_paragraph()
-        with formatter.indentation():
-            formatter.write("".join(f"{'':{formatter.current_indent}}nandoctor {line}\n" for line in self.examples))
+    """A command whose help has its own options, then the settings of a replay by topic."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write one section for each group of options."""

@@ -23,10 +23,9 @@ from nandoctor.views.triage import triage_document, triage_lines
 
 @click.command(
     cls=GroupedCommand,
-    examples=[
-        "triage runs/ --model train.py:make_model",
-        "triage 'runs/*/nan-*.pth' --model train.py:make_model --jobs 8",
-    ],
+    epilog="\b\n"
+    "nandoctor triage runs/ --model train.py:make_model\n"
+    "nandoctor triage 'runs/*/nan-*.pth' --model train.py:make_model --jobs 8\n",
 )
 @click.argument("patterns", metavar="DIR|GLOB...", nargs=-1, required=True)
 @click.option(

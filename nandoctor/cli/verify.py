@@ -35,7 +35,7 @@ from nandoctor.views.verification import fix_document, verification_document
 EXIT_NOTHING_FAILED = 3
 
 
-@click.command(cls=GroupedCommand, examples=["verify nan.pth --model train.py:make_model"])
+@click.command(cls=GroupedCommand, epilog="\b\nnandoctor verify nan.pth --model train.py:make_model")
 @click.argument("dump", type=DumpPath)
 @json_option
 @click.option(
@@ -61,11 +61,10 @@ def verify(dump: Path, as_json: bool, **options: Any) -> None:
 
 @click.command(
     cls=GroupedCommand,
-    examples=[
-        "fix nan.pth --model train.py:make_model",
-        "fix nan.pth --model train.py:make_model --write",
-        "fix nan.pth --model train.py:make_model --diff | git apply",
-    ],
+    epilog="\b\n"
+    "nandoctor fix nan.pth --model train.py:make_model\n"
+    "nandoctor fix nan.pth --model train.py:make_model --write\n"
+    "nandoctor fix nan.pth --model train.py:make_model --diff | git apply\n",
 )
 @click.argument("dump", type=DumpPath)
 @click.option(
