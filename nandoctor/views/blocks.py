@@ -71,12 +71,11 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Lines to be copied as they are: a diff, or code. With a `name`, a page has a button that copies them."""
+    """Lines to be copied as they are: a diff, or code."""
 
     lines: Sequence[str]
     _: KW_ONLY
     is_diff: bool = True
-    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,13 +151,12 @@ class Text:
 class Section:
     """Blocks that belong together; if it is `folded`, all but its title is hidden until one asks.
 
-    A page, which has a list of contents, opens its own sections, with `name` as the title's short form in that list.
+    A page, which has a list of contents, opens its own sections; the list has the title up to a comma or a colon.
     """
 
     title: str
     blocks: Sequence[Block]
     _: KW_ONLY
-    name: str = ""
     folded: bool = False
 
 

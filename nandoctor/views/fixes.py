@@ -74,13 +74,13 @@ def _all_fixes(report: Report, verified: Sequence[Fix], others: Sequence[Fix]) -
     rest = plural(len(failed), "change that was not verified", "changes that were not verified")
     folds = [Section(more, shown[_MAX_OPEN:], folded=True), Section(rest, failed, folded=True)]
     why: list[Block] = [] if verified else [Facts([Fact("why", note) for note in report.search_notes])]
-    return Section(title, [*why, *shown[:_MAX_OPEN], *(fold for fold in folds if fold.blocks)], name="Fixes")
+    return Section(title, [*why, *shown[:_MAX_OPEN], *(fold for fold in folds if fold.blocks)])
 
 
 def _whole_fix(fix: Fix, number: int, report: Report) -> Section:
     """Return a verified fix with all its checks."""
     facts = [*how_to_apply(fix, report), *_check_facts(fix), *reason_facts(fix)]
-    blocks: list[Block] = [code_of_fix(fix, f"patch-{number}"), Facts(facts)]
+    blocks: list[Block] = [code_of_fix(fix), Facts(facts)]
     if fix.checks:
         blocks.append(Section(plural(len(fix.checks), "check"), [Facts(every_check(fix))], folded=True))
     return Section(f"{number}. {fix.title}", blocks)
@@ -210,16 +210,16 @@ WHERE_TO_RUN = {
 }
 
 
-def code_of_fix(fix: Fix, name: str = "", *, brief: bool = False) -> Patch:
+def code_of_fix(fix: Fix, *, brief: bool = False) -> Patch:
     """Return the change as a diff or as code, including the code that makes a setting.
 
     A brief diff has one line around each change.
     """
     if not fix.patch:
-        return Patch(list(_settings_as_code(fix.settings or FixSettings())), is_diff=False, name=name)
+        return Patch(list(_settings_as_code(fix.settings or FixSettings())), is_diff=False)
     text = SourcePatch(root=fix.patch_root or ".", files=fix.files).diff(1) if brief and fix.files else fix.patch
     lines = ["" if line.isspace() else line for line in text.splitlines()]
-    return Patch(lines, is_diff=fix.kind in ("source", "cell"), name=name)
+    return Patch(lines, is_diff=fix.kind in ("source", "cell"))
 
 
 def _settings_as_code(settings: FixSettings) -> Iterator[str]:

@@ -56,7 +56,8 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters.update(with_code=with_code, diff_kind=diff_kind, excerpt_lines=excerpt_lines)
     environment.filters["code_line"] = lambda line: escape_html(printable_code(line))  # to be copied, with its tabs
-    environment.filters["slug"] = lambda name: "h-" + re.sub(r"\W+", "-", name.lower())
+    environment.filters["short"] = lambda title: re.split("[,:]", title)[0]
+    environment.filters["slug"] = lambda title: "h-" + re.sub(r"\W+", "-", title.lower())
     environment.globals.update(kind_of=lambda block: type(block).__name__, draw_plot=_draw_plot)
     return environment
 

@@ -115,7 +115,7 @@ def _group_section(place: int, group: Group, reports: dict[str, str]) -> Section
     files = [Fact("dump", path, link=reports.get(path, "")) for path in group.paths]
     dumps = Section(plural(len(group.paths), "dump"), [Facts(files)], folded=True)
     title = f"Group {place}: {group.cause or group.verdict} at {_describe_place(group.place)}"
-    return Section(title, [Text(group.headline), Facts(facts), dumps], name=f"Group {place}")
+    return Section(title, [Text(group.headline), Facts(facts), dumps])
 
 
 def _missing_facts(results: Iterable[DumpResult], *, limit: int) -> list[Fact]:
