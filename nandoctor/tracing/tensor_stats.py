@@ -48,17 +48,13 @@ _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
 class Reading(NamedTuple):
-    """What the cheap pass keeps of one tensor.
-
-    `limits` and `sample` stay on a device other than the CPU until they are collected. For a CPU tensor they are there
-    at once, the sample in fp32.
-    """
+    """What the cheap pass keeps of one tensor; `limits` and `sample` stay on its device until they are collected."""
 
     shape: tuple[int, ...]
     dtype: FloatFormat
     numel: int
-    limits: torch.Tensor | tuple[float, float]
-    sample: torch.Tensor | NDArray[np.float32]
+    limits: torch.Tensor
+    sample: torch.Tensor
     counts: NonfiniteCounts | None = None
     finite_limits: tuple[float, float] | None = None
     producer: int | None = None
@@ -105,8 +101,8 @@ def is_finite(reading: Reading | None) -> bool:
 
 def limits_of(reading: Reading) -> Sequence[float]:
     """Return the smallest and largest value, both NaN if there is a NaN; this waits for the device."""
-    limits = reading.limits
-    return limits if isinstance(limits, tuple) else limits.tolist()
+    limits: list[float] = reading.limits.tolist()
+    return limits
 
 
 def all_finite(tensor: torch.Tensor) -> bool:
@@ -144,11 +140,11 @@ def collect_all(groups: Sequence[Readings]) -> list[tuple[TensorStats, ...]]:
     ]
 
 
-def _fetch(values: Sequence[Any], dtype: torch.dtype) -> list[Any]:
-    """Return the values with flat tensors as arrays on the host, using one transfer per device."""
-    fetched = list(values)
-    for device in {value.device for value in values if isinstance(value, torch.Tensor)}:
-        places = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor) and value.device == device]
+def _fetch(values: Sequence[torch.Tensor], dtype: torch.dtype) -> list[Any]:
+    """Return flat tensors as arrays on the host, using one transfer per device."""
+    fetched: list[Any] = [None] * len(values)
+    for device in {value.device for value in values}:
+        places = [place for place, value in enumerate(values) if value.device == device]
         joined = torch.cat([values[place].to(dtype) for place in places]).cpu().numpy()
         end = 0
         for place in places:
@@ -195,20 +191,15 @@ def is_unreadable(tensor: torch.Tensor) -> bool:
     return format_of(tensor.dtype) is not None and answers_itself(tensor) and numbers_in(tensor) is None
 
 
-def _read(values: torch.Tensor) -> tuple[Any, Any]:
-    """Return the limits and the sample of a `Reading`, without waiting for a device other than the CPU."""
+def _read(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the limits and the sample of a `Reading`, without waiting for the device."""
     numel = values.numel()
     with outside_transforms(), without_autocast():
-        sample = values.reshape(-1) if numel <= SAMPLE_SIZE else values.take(_sample_indices(numel, values.device))
-        if not values.is_cpu:
-            ends = torch.aminmax(as_stored(values))
-            # Without `out`, bf16 autocast refuses fp16.
-            return torch.stack(ends, out=ends.min.new_empty(0)), sample.clone()
-        numbers = sample.to(torch.float32, copy=True).numpy()
-        if math.isnan(numbers.min()):  # usual after a failure, and both limits are then NaN
-            return (math.nan, math.nan), numbers
-        low, high = torch.aminmax(as_stored(values))
-        return (low.item(), high.item()), numbers
+        few = numel <= SAMPLE_SIZE
+        sample = values.reshape(-1).clone() if few else values.take(_sample_indices(numel, values.device))
+        ends = torch.aminmax(as_stored(values))
+        # Without `out`, bf16 autocast refuses fp16.
+        return torch.stack(ends, out=ends.min.new_empty(0)), sample
 
 
 @functools.lru_cache(maxsize=256)
