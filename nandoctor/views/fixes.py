@@ -30,10 +30,9 @@ _MAX_REASONS = 2
 
 
 def fix_section(report: Report, level: Level) -> Section | None:
-    """Return the fixes, smallest first, or why none is verified; None if there was no search."""
-    fixes = sort_fixes(report)
-    verified = [fix for fix in fixes if fix.verified]
-    others = fixes[len(verified) :]
+    """Return the fixes as the search ranked them, or why none is verified; None if there was no search."""
+    verified = [fix for fix in report.fixes if fix.verified]
+    others = [fix for fix in report.fixes if not fix.verified]
     if level == "page":
         return _all_fixes(report, verified, others)
     return _first_fix(report, verified) if verified else _no_fix(report, others)
@@ -96,17 +95,6 @@ def _better_facts(report: Report) -> Iterator[Fact]:
     joined = any(isinstance(edit, StableLog) for fix in report.fixes if fix.verified for edit in flatten((fix.edit,)))
     found = report.cause.evidence if report.cause is not None and not joined else ()
     yield from (Fact("better", item.text) for item in found if item.name == STABLE_FORM)
-
-
-def sort_fixes(report: Report) -> list[Fix]:
-    """Return the fixes, smallest first: verified, workarounds, those with the right output, those off or failed."""
-
-    def key(fix: Fix) -> tuple[bool, bool, bool, bool, int]:
-        is_right = any(check.name == "output" and check.status == "passed" for check in fix.checks)
-        is_failed = describe_result(fix).startswith("failed")
-        return not fix.verified, fix.workaround is None, not is_right, is_failed, fix.rank
-
-    return sorted(report.fixes, key=key)
 
 
 def checked_first(fix: Fix) -> str:
