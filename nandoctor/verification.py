@@ -92,8 +92,6 @@ def verify_dump(
 
 def tell_if_changed(found: Diagnosed, dump: Dump, settings: Settings) -> Diagnosed:
     """Add to a replay that did not reproduce the failure what is known of changes to the code."""
-    if found.report.verdict != "not-reproduced":
-        return found
     verification = _conclude(found, Query(dump=dump, settings=settings))
     return replace(found, report=_add_outcome(found.report, verification))
 
