@@ -28,8 +28,8 @@ class NanDoctorError(Exception):
 
         self.options = tuple(brief(option, 2000) for option in options)
         self.message = screenful(message)
-        remedy = f"{remedy} {shlex.join(self.options)}".rstrip()
-        self.remedy = "\n".join(map(printable, remedy.split("\n")))  # uncut: the rest of a quoted word would be run
+        self.advice = "\n".join(map(printable, remedy.split("\n")))  # uncut: the rest of a quoted word would be run
+        self.remedy = f"{self.advice} {shlex.join(self.options)}".rstrip()
         super().__init__(self.message)
 
     def __str__(self) -> str:

@@ -19,8 +19,8 @@ from nandoctor.views.report import report_document
 
 MARK = "nandoctor"
 """A word near the beginning or the end of every file that nandoctor writes."""
-_SCRIPT_MARK = "made by  nandoctor "
-"""Marks a script of `nandoctor repro`; users' own scripts mention nandoctor too."""
+_MARKS = {".py": "made by  nandoctor ", ".md": f"<!-- {MARK} -->"}
+"""The marks of scripts and of Markdown by their endings: users' own mention nandoctor too."""
 _SCANNED_NBYTES = 1 << 14
 PICTURE_ENDINGS = (".png", ".svg", ".pdf")
 ENDINGS = (".html", ".md", ".json", *PICTURE_ENDINGS)
@@ -45,7 +45,7 @@ def save(report: Report, path: Path) -> None:
 
         write_text(page_of(report_document(report, "page")), path)
     else:
-        write_text(f"{draw_markdown(report_document(report, 'page'))}\n<!-- {MARK} -->\n", path)
+        write_text(f"{draw_markdown(report_document(report, 'page'))}\n{_MARKS['.md']}\n", path)
 
 
 def check_target(path: Path, endings: Sequence[str]) -> None:
@@ -93,8 +93,7 @@ def is_replaceable(path: Path) -> bool:
         with path.open("rb") as file:
             head = file.read(_SCANNED_NBYTES)
             file.seek(max(file.seek(0, os.SEEK_END) - _SCANNED_NBYTES, 0))
-            ours = _SCRIPT_MARK if path.suffix.lower() == ".py" else MARK
-            return ours.encode() in head + file.read()
+            return _MARKS.get(path.suffix.lower(), MARK).encode() in head + file.read()
     except FileNotFoundError:
         return True
     except OSError:
