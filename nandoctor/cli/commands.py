@@ -59,9 +59,8 @@ def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, **
     display = ReplayDisplay(output)
     report = call("replay", dump, options, display).report
     try:
-        if not as_json:
-            has_page = any(path.suffix.lower() == ".html" for path in outputs)
-            show(report_document(report, has_page=has_page), num_told=display.num_told)
+        has_page = any(path.suffix.lower() == ".html" for path in outputs)
+        display.tell_rest(report_document(report, has_page=has_page))
     finally:  # the reader of the screen may have gone, as `head` does
         _write_all(report, outputs, as_json=as_json)
     if display.interrupted:

@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,9 +70,9 @@ def call(function: str, dump: Path, options: dict[str, Any], display: ReplayDisp
         return getattr(case, function)(case.load(dump), progress=progress, **options)
 
 
-def show(document: Iterable[Block], *, num_told: int = 0) -> None:
-    """Print the document of anything that a verb found, but for the blocks that stand there already."""
-    print_document(islice(document, num_told, None), OutputConsole(), goes_on=num_told > 0)
+def show(document: Iterable[Block]) -> None:
+    """Print the document of anything that a verb found."""
+    print_document(document, OutputConsole())
 
 
 def settings_options(*groups: OptionGroup, without: str = "") -> Callable[[_Verb], _Verb]:

@@ -296,6 +296,7 @@ def count_exactly(values: torch.Tensor, *, samples: bool = True) -> tuple[Nonfin
 
     `samples` is False if dimension 0 is not the batch.
     """
+    values = unwrap(values)
     infinity, stored = _infinity(values.dtype), _as_integers(as_stored(values)).reshape(-1)
     parts = torch.split(stored, _AT_ONCE) if stored.is_cpu else (stored,)
     columns = list(zip(*(_tally(part, infinity) for part in parts), strict=True))
