@@ -149,7 +149,7 @@ def _fetch(values: Sequence[torch.Tensor], dtype: torch.dtype) -> list[Any]:
         end = 0
         for place in places:
             start, end = end, end + values[place].numel()
-            fetched[place] = joined[start:end]
+            fetched[place] = joined[start:end].copy()  # a view would keep all the others
     return fetched
 
 
