@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 import nandoctor
-from nandoctor.views.blocks import document
+from nandoctor.views.report import report_document
 from nandoctor.views.terminal import print_document
 
 SAMPLE = "sample_dumps/unet_blank_tile.pth"
@@ -19,7 +19,7 @@ WIDTH = 84
 def draw(report):
     """Return the first screen of a report as the text of an SVG."""
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
-    headline, answer, fix, *_ = document(report)
+    headline, answer, fix, *_ = report_document(report)
     print_document([headline, answer, fix], console)
     return console.export_svg(title=f"nandoctor replay {SAMPLE}", unique_id="nandoctor")
 

@@ -23,9 +23,10 @@ from nandoctor.source_files import find_typed
 from nandoctor.step.model_loading import ModelSource
 from nandoctor.step.settings import ReplayOptions, Settings, StepOptions, anchor, settings_for
 from nandoctor.step.weights import take_weights
-from nandoctor.text import brief, in_python
+from nandoctor.text import brief
 from nandoctor.verification import Changed, Query, tell_if_changed, verify_dump
 from nandoctor.views.fixes import command_arguments
+from nandoctor.views.report import report_document
 from nandoctor.views.save import save
 
 if TYPE_CHECKING:
@@ -231,7 +232,7 @@ class Case:
         Raises:
             NanDoctorError: the report lacks the numbers that it shows.
         """
-        from nandoctor.views.plots.ranges import draw_ranges
+        from nandoctor.views.ranges import draw_ranges
 
         return draw_ranges(self.report)
 
@@ -248,9 +249,9 @@ class Case:
         save(self.report, Path(path))
 
     def __repr__(self) -> str:
-        return f"Case({self.report.verdict}: {in_python(self.report.headline)})"
+        return f"Case({self.report.verdict}: {self.report.headline})"
 
     def _repr_html_(self) -> str:
         from nandoctor.views.html import card_of
 
-        return card_of(self.report)
+        return card_of(report_document(self.report))

@@ -1,6 +1,6 @@
 """The errors a user can cause: what is wrong, what to do about it, and the exit code.
 
-The command line prints them without a traceback; as text they name the keywords of the Python API.
+The command line prints them without a traceback; as text they say how an option is written in Python.
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ class NanDoctorError(Exception):
 
         self.options = tuple(brief(option, 2000) for option in options)
         self.message = screenful(message)
-        remedy = f"{remedy} {shlex.join(self.options)}".rstrip()
-        self.remedy = "\n".join(map(printable, remedy.split("\n")))  # uncut: the rest of a quoted word would be run
+        self.advice = "\n".join(map(printable, remedy.split("\n")))  # uncut: the rest of a quoted word would be run
+        self.remedy = f"{self.advice} {shlex.join(self.options)}".rstrip()
         super().__init__(self.message)
 
     def __str__(self) -> str:
-        from nandoctor.text import in_python  # noqa: PLC0415
-
-        return f"{self.message}\n{in_python(self.remedy)}"
+        in_python = '\nIn Python an option is a keyword: --amp-dtype none is amp_dtype="none".'
+        return f"{self.message}\n{self.remedy}{in_python if '--' in self.remedy else ''}"
 
 
 class DumpError(NanDoctorError):

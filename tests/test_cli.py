@@ -152,12 +152,13 @@ def test_a_verb_offers_the_settings_that_it_acts_on(verb):
 @pytest.mark.parametrize("verb", cli.VERBS)
 def test_the_examples_of_a_verb_are_understood_by_it(verb):
     command = find_verb(verb)
-    assert command.examples
-    for example in command.examples:
-        name, *words = shlex.split(example.partition(" | ")[0])
+    _, *examples = command.epilog.splitlines()
+    assert examples
+    for example in examples:
+        _, name, *words = shlex.split(example.partition(" | ")[0])
         assert name == verb
         command.make_context(verb, words)
-        assert f"  nandoctor {example}\n" in run(verb, "--help").stdout
+        assert f"  {example}\n" in run(verb, "--help").stdout
 
 
 def test_every_setting_can_be_given_by_its_flag(monkeypatch):

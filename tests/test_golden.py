@@ -17,8 +17,8 @@ from wording import plain_text, words
 
 from nandoctor.evidence.codec import to_plain
 from nandoctor.evidence.report import SCHEMA, Grade, Report
-from nandoctor.views.blocks import document
 from nandoctor.views.markdown import draw_markdown
+from nandoctor.views.report import report_document
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
@@ -34,11 +34,11 @@ def without_paths(text):
 
 
 def terminal(report):
-    return without_paths(plain_text(document(report), width=80))
+    return without_paths(plain_text(report_document(report), width=80))
 
 
 def markdown(report):
-    lines = without_paths(draw_markdown(document(report, "page"))).splitlines()
+    lines = without_paths(draw_markdown(report_document(report, "page"))).splitlines()
     machine = ("| nandoctor |", "| torch |", "| python |", "| platform |", "| device |")
     return "\n".join(line for line in lines if not line.startswith(machine)) + "\n"
 

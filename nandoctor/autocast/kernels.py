@@ -20,7 +20,7 @@ from torch.library import fallthrough_kernel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nandoctor import torch_compat
-from nandoctor.autocast.literals import FP32_FOR_HALF, is_on_host
+from nandoctor.autocast.literals import FP32_FOR_HALF, is_on_host, renamed
 from nandoctor.dumps.tensors import holds_finite
 from nandoctor.file_memory import move_to_file
 from nandoctor.process_wide import PerThread, Shared, held
@@ -238,10 +238,7 @@ def _run_cast(call: _Call) -> Any:
     """Run a cast of the model's own, without rounding to half precision in the reference."""
     if call.dtype is not torch.float32:
         return call.run()
-
-    def widen(value: Any) -> Any:
-        return FP32_FOR_HALF.get(value, value) if isinstance(value, torch.dtype) else value
-
+    widen = partial(renamed, FP32_FOR_HALF)
     return call.op(*map(widen, call.args), **{name: widen(value) for name, value in call.kwargs.items()})
 
 

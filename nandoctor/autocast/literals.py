@@ -53,8 +53,11 @@ FP64_FOR_ALL: Wider = {
 
 def recast(formats: Wider, value: Any) -> Any:
     """Return a tensor in the format that replaces its own, or a format's replacement; any other value as it is."""
-    if isinstance(value, Tensor):
-        return value.to(formats.get(value.dtype, value.dtype))
+    return value.to(renamed(formats, value.dtype)) if isinstance(value, Tensor) else renamed(formats, value)
+
+
+def renamed(formats: Wider, value: Any) -> Any:
+    """Return a format's replacement; any other value as it is."""
     return formats.get(value, value) if isinstance(value, torch.dtype) else value
 
 
@@ -203,12 +206,9 @@ class _Literals(TorchFunctionMode):
         if self._wider and func not in _DTYPE_QUERIES:
             if func in _CAST_METHODS:
                 func, args = Tensor.to, (args[0], _CAST_METHODS[func])
-            args = tuple(map(self._widen, args))
-            kwargs = {name: self._widen(value) for name, value in kwargs.items()}
+            args = tuple(renamed(self._wider, value) for value in args)
+            kwargs = {name: renamed(self._wider, value) for name, value in kwargs.items()}
         return self._run_here(func, args, kwargs) if self._redirects else func(*args, **kwargs)
-
-    def _widen(self, value: Any) -> Any:
-        return self._wider.get(value, value) if isinstance(value, torch.dtype) else value
 
     def _run_here(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is Tensor.cuda:

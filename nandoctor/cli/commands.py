@@ -21,6 +21,8 @@ from nandoctor.cli.shared import (
     show,
     wrong_usage,
 )
+from nandoctor.evidence.codec import to_json
+from nandoctor.views.report import report_document
 from nandoctor.views.save import ENDINGS, PICTURE_ENDINGS, check_target, save, write_text
 
 if TYPE_CHECKING:
@@ -31,10 +33,9 @@ EXIT_NOT_REPRODUCED = 3
 
 @click.command(
     cls=GroupedCommand,
-    examples=[
-        "replay nan.pth --model train.py:make_model",
-        "replay nan.pth --model train.py:make_model --loss train.py:loss -o report.html",
-    ],
+    epilog="\b\n"
+    "nandoctor replay nan.pth --model train.py:make_model\n"
+    "nandoctor replay nan.pth --model train.py:make_model --loss train.py:loss -o report.html\n",
 )
 @click.argument("dump", type=DumpPath, is_eager=True)
 @file_option(
@@ -58,9 +59,8 @@ def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, **
     display = ReplayDisplay(output)
     report = call("replay", dump, options, display).report
     try:
-        if not as_json:
-            has_page = any(path.suffix.lower() == ".html" for path in outputs)
-            show(report, num_told=display.num_told, has_page=has_page)
+        has_page = any(path.suffix.lower() == ".html" for path in outputs)
+        display.tell_rest(report_document(report, has_page=has_page))
     finally:  # the reader of the screen may have gone, as `head` does
         _write_all(report, outputs, as_json=as_json)
     if display.interrupted:
@@ -81,10 +81,9 @@ def _check(dump: Path, outputs: tuple[Path, ...], options: dict[str, Any], *, as
 
 @click.command(
     cls=GroupedCommand,
-    examples=[
-        "plot nan.pth --model train.py:make_model",
-        "plot nan.pth --model train.py:make_model -o ranges.svg",
-    ],
+    epilog="\b\n"
+    "nandoctor plot nan.pth --model train.py:make_model\n"
+    "nandoctor plot nan.pth --model train.py:make_model -o ranges.svg\n",
 )
 @click.argument("dump", type=DumpPath, is_eager=True)
 @file_option("file", PICTURE_ENDINGS, "Default: the dump's name with .ranges.png, in the working directory.")
@@ -98,7 +97,7 @@ def plot(dump: Path, file: Path | None, **options: Any) -> None:
     _write_all(call("replay", dump, {**options, "fixes": False}).report, (file,))
 
 
-@click.command(cls=GroupedCommand, examples=["repro nan.pth --model train.py:make_model -o repro.py"])
+@click.command(cls=GroupedCommand, epilog="\b\nnandoctor repro nan.pth --model train.py:make_model -o repro.py")
 @click.argument("dump", type=DumpPath, is_eager=True)
 @file_option("file", (".py",), "Write the script there instead of printing it.")
 @settings_options(*MODEL_AND_STEP)
@@ -120,23 +119,25 @@ def _write_all(report: Report, outputs: tuple[Path, ...], *, as_json: bool = Fal
         save(report, path)
         tell(f"Wrote {path}")
     if as_json:
-        show(report, as_json=True)
+        click.echo(to_json(report))
 
 
-@click.command(cls=GroupedCommand, examples=["inspect nan.pth"])
+@click.command(cls=GroupedCommand, epilog="\b\nnandoctor inspect nan.pth")
 @click.argument("dump", type=DumpPath)
 def inspect(dump: Path) -> None:
     """Show what is in DUMP, without running any code of it."""
     from nandoctor.dumps.dump import summarize
     from nandoctor.dumps.reader import read_dump
+    from nandoctor.views.inspect_dump import inspection_document
 
-    show(summarize(read_dump(dump, as_torch=False)))
+    show(inspection_document(summarize(read_dump(dump, as_torch=False))))
 
 
-@click.command(cls=GroupedCommand, examples=["explain", "explain eps-underflow"])
+@click.command(cls=GroupedCommand, epilog="\b\nnandoctor explain\nnandoctor explain eps-underflow")
 @click.argument("code", required=False)
 def explain(code: str | None) -> None:
     """Explain what a cause is, why it happens and how it is fixed; without CODE, list all causes."""
     from nandoctor.causes.registry import find_page, list_pages
+    from nandoctor.views.explain import catalogue_document, cause_document
 
-    show(list_pages() if code is None else find_page(code))
+    show(catalogue_document(list_pages()) if code is None else cause_document(find_page(code)))

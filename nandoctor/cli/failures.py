@@ -48,7 +48,7 @@ def remedy_for(error: NanDoctorError) -> str:
         return error.remedy
     replaced = {*error.options[::2], *(["--model-arg"] if "--model" in error.options else ())}  # of the other model
     command = shlex.join(["nandoctor", *_without(context.meta[TYPED], replaced), *error.options])
-    return f"{error.remedy.removesuffix(shlex.join(error.options)).rstrip()}\n  {command}"
+    return f"{error.advice}\n  {command}"
 
 
 def _without(typed: Sequence[str], flags: Set[str]) -> Iterator[str]:

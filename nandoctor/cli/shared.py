@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,9 +19,8 @@ from rich.console import Console
 
 from nandoctor.dumps.recorded_format import read_option
 from nandoctor.errors import NanDoctorError
-from nandoctor.evidence.codec import to_json
 from nandoctor.step.settings import OPTIONS, Option, OptionGroup, check_setting
-from nandoctor.views.blocks import document
+from nandoctor.views.blocks import Block
 from nandoctor.views.save import check_target
 from nandoctor.views.terminal import print_document
 
@@ -36,18 +35,7 @@ _HEADINGS = {"model": "The model", "step": "The failing step", "fixes": "The sea
 
 
 class GroupedCommand(click.Command):
-    """A command whose help has examples, then its own options, then the settings of a replay by topic."""
-
-    def __init__(self, *args: Any, examples: Sequence[str], **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.examples = examples
-
-    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the description of the verb, and commands to copy."""
-        super().format_help_text(ctx, formatter)
-        formatter.write_paragraph()
-        with formatter.indentation():
-            formatter.write("".join(f"{'':{formatter.current_indent}}nandoctor {line}\n" for line in self.examples))
+    """A command whose help has its own options, then the settings of a replay by topic."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write one section for each group of options."""
@@ -82,12 +70,9 @@ def call(function: str, dump: Path, options: dict[str, Any], display: ReplayDisp
         return getattr(case, function)(case.load(dump), progress=progress, **options)
 
 
-def show(thing: Any, *, as_json: bool = False, num_told: int = 0, **more: Any) -> None:
-    """Print the document of anything that a verb found, but the blocks that stand there; or the record as JSON."""
-    if as_json:
-        click.echo(to_json(thing))
-        return
-    print_document(document(thing, **more)[num_told:], OutputConsole(), goes_on=num_told > 0)
+def show(document: Iterable[Block]) -> None:
+    """Print the document of anything that a verb found."""
+    print_document(document, OutputConsole())
 
 
 def settings_options(*groups: OptionGroup, without: str = "") -> Callable[[_Verb], _Verb]:

@@ -18,15 +18,14 @@ from nandoctor.fleet.triage import InterruptedTriageError, TriageOptions, Triage
 from nandoctor.fleet.triage import triage as run_triage
 from nandoctor.step.settings import OPTIONS
 from nandoctor.text import plural
-from nandoctor.views.triage import triage_lines
+from nandoctor.views.triage import triage_document, triage_lines
 
 
 @click.command(
     cls=GroupedCommand,
-    examples=[
-        "triage runs/ --model train.py:make_model",
-        "triage 'runs/*/nan-*.pth' --model train.py:make_model --jobs 8",
-    ],
+    epilog="\b\n"
+    "nandoctor triage runs/ --model train.py:make_model\n"
+    "nandoctor triage 'runs/*/nan-*.pth' --model train.py:make_model --jobs 8\n",
 )
 @click.argument("patterns", metavar="DIR|GLOB...", nargs=-1, required=True)
 @click.option(
@@ -81,7 +80,7 @@ def _print(found: Triage, *, as_json: bool) -> None:
     if as_json:
         click.echo(triage_lines(found), nl=False)
     else:
-        show(found)
+        show(triage_document(found))
 
 
 @contextmanager

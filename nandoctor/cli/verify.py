@@ -9,7 +9,7 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from importlib.util import cache_from_source
@@ -21,19 +21,21 @@ import click
 from nandoctor.cli.failures import exit_code_answers, remedy_for, tell
 from nandoctor.cli.shared import MODEL_AND_STEP, DumpPath, GroupedCommand, call, json_option, settings_options, show
 from nandoctor.errors import NanDoctorError
-from nandoctor.evidence.codec import from_plain
+from nandoctor.evidence.codec import from_plain, to_json
 from nandoctor.evidence.edits import ChangedFile, SourcePatch
 from nandoctor.evidence.report import Fix, Report
 from nandoctor.evidence.verification import FixChoice, Verification, cannot_tell
 from nandoctor.source_files import PACKAGE_FOLDERS, decode_source
 from nandoctor.text import plural
+from nandoctor.views.blocks import Block
 from nandoctor.views.fixes import WHERE_TO_RUN, code_of_fix, command_for, no_fix_heading
 from nandoctor.views.save import write_bytes
+from nandoctor.views.verification import fix_document, verification_document
 
 EXIT_NOTHING_FAILED = 3
 
 
-@click.command(cls=GroupedCommand, examples=["verify nan.pth --model train.py:make_model"])
+@click.command(cls=GroupedCommand, epilog="\b\nnandoctor verify nan.pth --model train.py:make_model")
 @click.argument("dump", type=DumpPath)
 @json_option
 @click.option(
@@ -53,17 +55,16 @@ def verify(dump: Path, as_json: bool, **options: Any) -> None:
             verification = cannot_tell(str(dump), error.message, remedy_for(error))
         except Exception as error:
             verification = cannot_tell(str(dump), f"nandoctor failed: {error!r}")
-        show(verification, as_json=as_json)
+        _print(verification, verification_document(verification), as_json=as_json)
     sys.exit(verification.exit_code)
 
 
 @click.command(
     cls=GroupedCommand,
-    examples=[
-        "fix nan.pth --model train.py:make_model",
-        "fix nan.pth --model train.py:make_model --write",
-        "fix nan.pth --model train.py:make_model --diff | git apply",
-    ],
+    epilog="\b\n"
+    "nandoctor fix nan.pth --model train.py:make_model\n"
+    "nandoctor fix nan.pth --model train.py:make_model --write\n"
+    "nandoctor fix nan.pth --model train.py:make_model --diff | git apply\n",
 )
 @click.argument("dump", type=DumpPath)
 @click.option(
@@ -96,11 +97,18 @@ def fix(dump: Path, pick: int | None, only_diff: bool, write: bool, as_json: boo
     if write:
         choice = _write(choice, case.report, allow_installed=allow_installed)
     try:
-        show(choice, as_json=as_json, report=case.report)
+        _print(choice, fix_document(choice, case.report), as_json=as_json)
     finally:
         if write:
             tell(f"Written: {', '.join(choice.written)}" if choice.written else "The change was undone.")
     sys.exit(0 if choice.verification is None or choice.verification.exit_code == 0 else 1)
+
+
+def _print(found: Any, document: Iterable[Block], *, as_json: bool) -> None:
+    if as_json:
+        click.echo(to_json(found))
+    else:
+        show(document)
 
 
 def _choose(report: Report, pick: int | None) -> FixChoice:

@@ -18,6 +18,7 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import cast
+from unittest.mock import patch
 
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.triage import DumpResult
@@ -92,7 +93,10 @@ def open_workers(*, executor: Executor | None, jobs: int | None, scheduler: str 
         if jobs is None:
             jobs = count_cores() if room is None else min(count_cores(), max(room // _LEAST_NBYTES, 1))
         memory = None if room is None else max(int(_SHARE * room / jobs), _LEAST_NBYTES)
-        with _starting_processes():
+        # A new process takes over our import path only after its first imports, which a random.py beside a stranger's
+        # dump could hijack if the working directory were on its path. So could multiprocessing's own process, which
+        # tracks them.
+        with patch.dict(os.environ, PYTHONSAFEPATH="1"):
             yield partial(_run_in_processes, jobs, memory)
 
 
@@ -104,22 +108,6 @@ def _start_process(memory: int | None, num_threads: int) -> tuple[BaseProcess, C
     process.start()
     its_own.close()  # here: the connection ends with the process
     return process, connection
-
-
-@contextmanager
-def _starting_processes() -> Iterator[None]:
-    """Make the processes that start in this context import nothing from the working directory.
-
-    A new process takes over our import path only after its first imports, which a random.py beside a stranger's dump
-    could hijack if the working directory were on its path. So could multiprocessing's own process, which tracks them.
-    """
-    safe_path = os.environ.get("PYTHONSAFEPATH")
-    os.environ["PYTHONSAFEPATH"] = "1"
-    try:
-        yield
-    finally:
-        del os.environ["PYTHONSAFEPATH"]
-        os.environ.update({} if safe_path is None else {"PYTHONSAFEPATH": safe_path})
 
 
 def _answer_jobs(connection: Connection, memory: int | None, num_threads: int) -> None:

@@ -35,7 +35,7 @@ from nandoctor.text import brief
 from nandoctor.views.fixes import command_arguments
 from nandoctor.views.html import page_of
 from nandoctor.views.save import is_replaceable, write_text
-from nandoctor.views.triage import triage_lines
+from nandoctor.views.triage import triage_document, triage_lines
 
 DUMP_ENDINGS = (".pth", ".pt")
 
@@ -180,7 +180,7 @@ class _TriageRun:
             folder=str(self.store.folder),
         )
         write_text(triage_lines(found), self.store.folder / _LINES)
-        write_text(page_of(found), self.store.folder / _PAGE)
+        write_text(page_of(triage_document(found, "page")), self.store.folder / _PAGE)
         return found
 
     def _with_fixes(self, group: Group) -> Group:

@@ -82,13 +82,16 @@ def _replay(job: Job) -> JobAnswer:
     from nandoctor.step.weights import take_weights
     from nandoctor.verification import tell_if_changed
     from nandoctor.views.html import page_of
+    from nandoctor.views.report import report_document
 
     try:
         dump = read_dump(job.path)
     except DumpError as error:
         return JobAnswer(result=_describe_error(job, error, "unreadable"))
     dump = take_weights(dump, job.settings)
-    found = tell_if_changed(replay_dump(dump, None, job.settings), dump, job.settings)
+    found = replay_dump(dump, None, job.settings)
+    if found.report.verdict == "not-reproduced":
+        found = tell_if_changed(found, dump, job.settings)
     report = add_fixes(found, job.settings)
     finding = DumpFinding(
         verdict=report.verdict,
@@ -108,7 +111,8 @@ def _replay(job: Job) -> JobAnswer:
         step=dump.step,
         sources=tuple(_list_sources(found)),
     )
-    return JobAnswer(result=result, report=to_json(report), page=page_of(report) if job.settings.fixes else "")
+    page = page_of(report_document(report, "page")) if job.settings.fixes else ""
+    return JobAnswer(result=result, report=to_json(report), page=page)
 
 
 def _describe_place(report: Report) -> CodePlace:

@@ -1,8 +1,7 @@
 """Finds every tensor in a value and measures it: a cheap pass for all, exact counts for the few that need them.
 
 Results are copied from the device once, at the end of the run. Exact counts are made on the stored bits read as
-integers, which order magnitudes as the numbers do. For a CPU tensor numpy compares these five to ten times as fast as
-torch compares fp16; on another device torch does it.
+integers, which order magnitudes as the numbers do, and which a CPU compares several times as fast as fp16.
 """
 
 from __future__ import annotations
@@ -49,17 +48,13 @@ _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
 class Reading(NamedTuple):
-    """What the cheap pass keeps of one tensor.
-
-    `limits` and `sample` stay on a device other than the CPU until they are collected. For a CPU tensor they are there
-    at once, the sample in fp32.
-    """
+    """What the cheap pass keeps of one tensor; `limits` and `sample` stay on its device until they are collected."""
 
     shape: tuple[int, ...]
     dtype: FloatFormat
     numel: int
-    limits: torch.Tensor | tuple[float, float]
-    sample: torch.Tensor | NDArray[np.float32]
+    limits: torch.Tensor
+    sample: torch.Tensor
     counts: NonfiniteCounts | None = None
     finite_limits: tuple[float, float] | None = None
     producer: int | None = None
@@ -106,8 +101,8 @@ def is_finite(reading: Reading | None) -> bool:
 
 def limits_of(reading: Reading) -> Sequence[float]:
     """Return the smallest and largest value, both NaN if there is a NaN; this waits for the device."""
-    limits = reading.limits
-    return limits if isinstance(limits, tuple) else limits.tolist()
+    limits: list[float] = reading.limits.tolist()
+    return limits
 
 
 def all_finite(tensor: torch.Tensor) -> bool:
@@ -145,16 +140,16 @@ def collect_all(groups: Sequence[Readings]) -> list[tuple[TensorStats, ...]]:
     ]
 
 
-def _fetch(values: Sequence[Any], dtype: torch.dtype) -> list[Any]:
-    """Return the values with flat tensors as arrays on the host, using one transfer per device."""
-    fetched = list(values)
-    for device in {value.device for value in values if isinstance(value, torch.Tensor)}:
-        places = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor) and value.device == device]
+def _fetch(values: Sequence[torch.Tensor], dtype: torch.dtype) -> list[Any]:
+    """Return flat tensors as arrays on the host, using one transfer per device."""
+    fetched: list[Any] = [None] * len(values)
+    for device in {value.device for value in values}:
+        places = [place for place, value in enumerate(values) if value.device == device]
         joined = torch.cat([values[place].to(dtype) for place in places]).cpu().numpy()
         end = 0
         for place in places:
             start, end = end, end + values[place].numel()
-            fetched[place] = joined[start:end]
+            fetched[place] = joined[start:end].copy()  # a view would keep all the others
     return fetched
 
 
@@ -196,20 +191,15 @@ def is_unreadable(tensor: torch.Tensor) -> bool:
     return format_of(tensor.dtype) is not None and answers_itself(tensor) and numbers_in(tensor) is None
 
 
-def _read(values: torch.Tensor) -> tuple[Any, Any]:
-    """Return the limits and the sample of a `Reading`, without waiting for a device other than the CPU."""
+def _read(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the limits and the sample of a `Reading`, without waiting for the device."""
     numel = values.numel()
     with outside_transforms(), without_autocast():
-        sample = values.reshape(-1) if numel <= SAMPLE_SIZE else values.take(_sample_indices(numel, values.device))
-        if not values.is_cpu:
-            ends = torch.aminmax(as_stored(values))
-            # Without `out`, bf16 autocast refuses fp16.
-            return torch.stack(ends, out=ends.min.new_empty(0)), sample.clone()
-        numbers = sample.to(torch.float32, copy=True).numpy()
-        if math.isnan(numbers.min()):  # usual after a failure, and both limits are then NaN
-            return (math.nan, math.nan), numbers
-        low, high = torch.aminmax(as_stored(values))
-        return (low.item(), high.item()), numbers
+        few = numel <= SAMPLE_SIZE
+        sample = values.reshape(-1).clone() if few else values.take(_sample_indices(numel, values.device))
+        ends = torch.aminmax(as_stored(values))
+        # Without `out`, bf16 autocast refuses fp16.
+        return torch.stack(ends, out=ends.min.new_empty(0)), sample
 
 
 @functools.lru_cache(maxsize=256)
@@ -256,132 +246,103 @@ def _quantiles(sample: NDArray[np.float32]) -> tuple[float, float, float] | tupl
 
 
 _AT_ONCE = 1 << 16
-_IN_PIECES: Any = ["external_loop", "buffered", "zerosize_ok"]
+"""On a CPU, temporaries of so many elements stay in the processor's cache."""
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class _Stored(NamedTuple):
-    """A tensor's numbers, read as signed integers; a magnitude above `infinity` is NaN.
-
-    `signed` is a numpy array for a CPU tensor, else a tensor: both have the operators used here. `kind` has the limits
-    of the integers; the least of them is the sign bit.
-    """
-
-    signed: Any
-    kind: torch.iinfo
-    infinity: int
-    dtype: torch.dtype
-
-    @staticmethod
-    def of(values: torch.Tensor) -> _Stored:
-        """Return a view of the tensor's own memory."""
-        kind = _INTEGERS[values.element_size()]
-        with plain_torch():  # a transform of torch.func would wrap the result
-            integers = unwrap(values).detach().resolve_neg().view(kind)
-            signed: Any = integers.numpy() if values.device.type == "cpu" else integers
-            infinity = int(torch.full((), math.inf, dtype=values.dtype).view(kind))
-        return _Stored(signed, torch.iinfo(kind), infinity, values.dtype)
-
-    def magnitude(self, integer: int) -> float:
-        """Return the magnitude that an integer stands for."""
-        with plain_torch():
-            return float(torch.full((), integer, dtype=_INTEGERS[self.dtype.itemsize]).view(self.dtype))
-
-    @property
-    def nonfinite(self) -> Any:
-        if isinstance(self.signed, torch.Tensor):
-            return (self.signed & self.kind.max) >= self.infinity
-        mask = np.empty_like(self.signed, bool)
-        with np.nditer([self.signed, mask], _IN_PIECES, [["readonly"], ["writeonly"]], buffersize=_AT_ONCE) as pieces:
-            for part, target in pieces:
-                np.greater_equal(part & self.kind.max, self.infinity, out=target)
-        return mask
+def _as_integers(values: torch.Tensor) -> torch.Tensor:
+    """Return a view of the tensor's own memory as signed integers."""
+    return unwrap(values).detach().resolve_neg().view(_INTEGERS[values.element_size()])
 
 
-def _cut(numbers: Any) -> Iterator[Any]:
-    """Return flat pieces of an array, each valid until the next, or a whole tensor.
-
-    Temporaries of a piece stay in the processor's cache. Expanded arrays are not copied.
-    """
-    if isinstance(numbers, torch.Tensor):
-        return iter([numbers])
-    return iter(np.nditer(numbers, _IN_PIECES, buffersize=_AT_ONCE)) if numbers.size else iter([numbers.ravel()])
+def _magnitudes(integers: torch.Tensor) -> torch.Tensor:
+    return integers & torch.iinfo(integers.dtype).max  # without the sign bit
 
 
-def _tally(stored: _Stored) -> tuple[int, ...]:
+def _infinity(dtype: torch.dtype) -> int:
+    """Return the integer that infinity is stored as; a larger magnitude is NaN."""
+    return int(torch.full((), math.inf, dtype=dtype).view(_INTEGERS[dtype.itemsize]))
+
+
+def _tally(signed: torch.Tensor, infinity: int) -> tuple[int, ...]:
     """Count the elements of one piece that are non-finite, NaN, +Inf and zero.
 
     Three integers follow: of the smallest magnitude above zero, of the lowest and of the highest finite value.
     """
-    signed, sign, infinity = stored.signed, stored.kind.min, stored.infinity
-    magnitudes = signed & stored.kind.max
-    size = math.prod(signed.shape)
+    size, sign, magnitudes = signed.numel(), torch.iinfo(signed.dtype).min, _magnitudes(signed)
     smallest = int(magnitudes.min()) if size else infinity
     if smallest >= infinity:  # no element is finite, so there are no limits
-        num_nan = size if smallest > infinity else _count(magnitudes > infinity)
-        num_posinf = _count(signed == infinity) if num_nan < size else 0
+        num_nan = size if smallest > infinity else int((magnitudes > infinity).count_nonzero())
+        num_posinf = int((signed == infinity).count_nonzero()) if num_nan < size else 0
         return size, num_nan, num_posinf, 0, infinity, 0, 0
     num_bad = num_nan = num_posinf = num_zero = 0
     lowest, highest = int((signed ^ sign).max()), int(signed.max())
     if max(lowest, highest) >= infinity:
         nonfinite = magnitudes >= infinity
-        num_bad, num_nan = _count(nonfinite), _count(magnitudes > infinity)
-        num_posinf = _count(signed == infinity) if num_nan < num_bad else 0
+        num_bad, num_nan = int(nonfinite.count_nonzero()), int((magnitudes > infinity).count_nonzero())
+        num_posinf = int((signed == infinity).count_nonzero()) if num_nan < num_bad else 0
         # Non-finite elements become zero here, and those of the other sign are negative integers, below zero.
         finite = signed * ~nonfinite
         lowest, highest = int((finite ^ sign).max()), int(finite.max())
     if smallest == 0:
-        num_zero = _count(magnitudes == 0)
-        smallest = int(((magnitudes - 1) & stored.kind.max).min()) + 1  # zero wraps around to the largest
+        num_zero = int((magnitudes == 0).count_nonzero())
+        smallest = int(_magnitudes(magnitudes - 1).min()) + 1  # zero wraps around to the largest
     return num_bad, num_nan, num_posinf, num_zero, smallest, lowest, highest
 
 
+@plain_torch()  # a transform of torch.func would wrap what is made here
 def count_exactly(values: torch.Tensor, *, samples: bool = True) -> tuple[NonfiniteCounts, tuple[float, float] | None]:
     """Count the elements of one strided tensor; also return the finite elements' limits, or None.
 
     `samples` is False if dimension 0 is not the batch.
     """
-    stored = _Stored.of(values)
-    parts = (stored._replace(signed=part) for part in _cut(stored.signed))
-    columns = list(zip(*map(_tally, parts), strict=True))
-    num_bad, num_nan, num_posinf, num_zero = map(sum, columns[:4])
+    values = unwrap(values)
+    infinity, stored = _infinity(values.dtype), _as_integers(as_stored(values)).reshape(-1)
+    parts = torch.split(stored, _AT_ONCE) if stored.is_cpu else (stored,)
+    columns = list(zip(*(_tally(part, infinity) for part in parts), strict=True))
+    num_copies = values.numel() // max(stored.numel(), 1)  # of each number, in an expanded tensor
+    num_bad, num_nan, num_posinf, num_zero = (num_copies * sum(column) for column in columns[:4])
     smallest, lowest, highest = min(columns[4]), max(0, *columns[5]), max(0, *columns[6])
+
+    def magnitude(integer: int) -> float:
+        return float(torch.full((), integer, dtype=_INTEGERS[values.element_size()]).view(values.dtype))
+
     num_finite = values.numel() - num_bad
-    first, hit = _locate(stored, everywhere=not num_finite) if num_bad else (None, ())
+    first, hit = _locate(values, everywhere=not num_finite) if num_bad else (None, ())
     counts = NonfiniteCounts(
         num_nan=num_nan,
         num_posinf=num_posinf,
         num_neginf=num_bad - num_nan - num_posinf,
         num_zero=num_zero,
-        smallest=stored.magnitude(smallest) if smallest < stored.infinity else None,
+        smallest=magnitude(smallest) if smallest < infinity else None,
         first_bad_index=first,
         samples=hit if samples else (),
     )
     if not num_finite:
         return counts, None
-    least = 0.0 if num_zero else stored.magnitude(smallest)
-    return counts, (-stored.magnitude(lowest) or least, stored.magnitude(highest) or 0.0 - least)
+    least = 0.0 if num_zero else magnitude(smallest)
+    return counts, (-magnitude(lowest) or least, magnitude(highest) or 0.0 - least)
 
 
+@plain_torch()
 def find_nonfinite(values: torch.Tensor) -> torch.Tensor:
-    """Return the mask of NaN and infinite elements, many times as fast as `~torch.isfinite(values)`."""
-    return torch.as_tensor(_Stored.of(values).nonfinite)
+    """Return the mask of NaN and infinite elements, several times as fast as `~torch.isfinite(values)`."""
+    return _magnitudes(_as_integers(values)) >= _infinity(values.dtype)
 
 
-def _count(mask: Any) -> int:
-    return int(torch.count_nonzero(mask) if isinstance(mask, torch.Tensor) else np.count_nonzero(mask))
-
-
-def _locate(stored: _Stored, *, everywhere: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _locate(values: torch.Tensor, *, everywhere: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the index of the first non-finite element, and the indices along dimension 0 that hold one."""
-    shape = tuple(stored.signed.shape)
+    shape = tuple(values.shape)
     if not shape:
         return (), ()
     if everywhere:
         return (0,) * len(shape), tuple(range(min(shape[0], MAX_SAMPLES_LISTED)))
-    rows = torch.as_tensor(stored.nonfinite.reshape(shape[0], -1).any(1)).nonzero().flatten().tolist()
-    nonfinite = torch.as_tensor(stored._replace(signed=stored.signed[rows[0] : rows[0] + 1]).nonfinite)
-    _, *inner = find_largest(nonfinite.numpy(force=True))
+    once = values[
+        tuple(slice(None if stride else 1) for stride in values.stride())
+    ]  # each number of an expanded tensor
+    largest = _magnitudes(_as_integers(once)).reshape(len(once), -1).amax(1).expand(shape[0])
+    rows = (largest >= _infinity(values.dtype)).nonzero().flatten().tolist()
+    inner = find_largest(find_nonfinite(once[rows[0]]).numpy(force=True))
     return (rows[0], *inner), tuple(rows[:MAX_SAMPLES_LISTED])
 
 

@@ -6,11 +6,10 @@ lines of an `Excerpt` are laid out here, since they are alike on all surfaces.
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from rich.cells import cell_len, set_cell_size
 
@@ -72,12 +71,11 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Lines to be copied as they are: a diff, or code. With a `name`, a page has a button that copies them."""
+    """Lines to be copied as they are: a diff, or code."""
 
     lines: Sequence[str]
     _: KW_ONLY
     is_diff: bool = True
-    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,44 +151,16 @@ class Text:
 class Section:
     """Blocks that belong together; if it is `folded`, all but its title is hidden until one asks.
 
-    A page, which has a list of contents, opens its own sections, with `name` as the title's short form in that list.
+    A page, which has a list of contents, opens its own sections; the list has the title up to a comma or a colon.
     """
 
     title: str
     blocks: Sequence[Block]
     _: KW_ONLY
-    name: str = ""
     folded: bool = False
 
 
 Block = Headline | Excerpt | Facts | Patch | Table | Plot | Text | Section
-
-
-_DOCUMENTS = {
-    "Report": ("report", "report_document"),
-    "Triage": ("triage", "triage_document"),
-    "Verification": ("verification", "verification_document"),
-    "FixChoice": ("verification", "fix_document"),
-    "DumpSummary": ("inspect_dump", "inspection_document"),
-    "Page": ("explain", "cause_document"),
-    "tuple": ("explain", "catalogue_document"),
-}
-"""The module beside this one that has a record's document, which is imported for one of these alone."""
-_WITH_LEVELS = ("Report", "Triage")
-
-
-def document(thing: Any, level: Level = "screen", **more: Any) -> tuple[Block, ...]:
-    """Return the blocks that say what is known of a record; a tuple is that of all causes' pages.
-
-    Args:
-        thing: a report, verification, choice of a fix, triage, dump or cause.
-        level: how much is said of a report or a triage; the others have one level.
-        **more: `has_page` if a report's page was made already; the `report` that a chosen fix is of.
-    """
-    kind = type(thing).__name__
-    module, function = _DOCUMENTS[kind]
-    levels = {"level": level} if kind in _WITH_LEVELS else {}
-    return tuple(getattr(importlib.import_module(f"nandoctor.views.{module}"), function)(thing, **levels, **more))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,10 +30,9 @@ _MAX_REASONS = 2
 
 
 def fix_section(report: Report, level: Level) -> Section | None:
-    """Return the fixes, smallest first, or why none is verified; None if there was no search."""
-    fixes = sort_fixes(report)
-    verified = [fix for fix in fixes if fix.verified]
-    others = fixes[len(verified) :]
+    """Return the fixes as the search ranked them, or why none is verified; None if there was no search."""
+    verified = [fix for fix in report.fixes if fix.verified]
+    others = [fix for fix in report.fixes if not fix.verified]
     if level == "page":
         return _all_fixes(report, verified, others)
     return _first_fix(report, verified) if verified else _no_fix(report, others)
@@ -74,13 +73,13 @@ def _all_fixes(report: Report, verified: Sequence[Fix], others: Sequence[Fix]) -
     rest = plural(len(failed), "change that was not verified", "changes that were not verified")
     folds = [Section(more, shown[_MAX_OPEN:], folded=True), Section(rest, failed, folded=True)]
     why: list[Block] = [] if verified else [Facts([Fact("why", note) for note in report.search_notes])]
-    return Section(title, [*why, *shown[:_MAX_OPEN], *(fold for fold in folds if fold.blocks)], name="Fixes")
+    return Section(title, [*why, *shown[:_MAX_OPEN], *(fold for fold in folds if fold.blocks)])
 
 
 def _whole_fix(fix: Fix, number: int, report: Report) -> Section:
     """Return a verified fix with all its checks."""
     facts = [*how_to_apply(fix, report), *_check_facts(fix), *reason_facts(fix)]
-    blocks: list[Block] = [code_of_fix(fix, f"patch-{number}"), Facts(facts)]
+    blocks: list[Block] = [code_of_fix(fix), Facts(facts)]
     if fix.checks:
         blocks.append(Section(plural(len(fix.checks), "check"), [Facts(every_check(fix))], folded=True))
     return Section(f"{number}. {fix.title}", blocks)
@@ -96,17 +95,6 @@ def _better_facts(report: Report) -> Iterator[Fact]:
     joined = any(isinstance(edit, StableLog) for fix in report.fixes if fix.verified for edit in flatten((fix.edit,)))
     found = report.cause.evidence if report.cause is not None and not joined else ()
     yield from (Fact("better", item.text) for item in found if item.name == STABLE_FORM)
-
-
-def sort_fixes(report: Report) -> list[Fix]:
-    """Return the fixes, smallest first: verified, workarounds, those with the right output, those off or failed."""
-
-    def key(fix: Fix) -> tuple[bool, bool, bool, bool, int]:
-        is_right = any(check.name == "output" and check.status == "passed" for check in fix.checks)
-        is_failed = describe_result(fix).startswith("failed")
-        return not fix.verified, fix.workaround is None, not is_right, is_failed, fix.rank
-
-    return sorted(report.fixes, key=key)
 
 
 def checked_first(fix: Fix) -> str:
@@ -210,16 +198,16 @@ WHERE_TO_RUN = {
 }
 
 
-def code_of_fix(fix: Fix, name: str = "", *, brief: bool = False) -> Patch:
+def code_of_fix(fix: Fix, *, brief: bool = False) -> Patch:
     """Return the change as a diff or as code, including the code that makes a setting.
 
     A brief diff has one line around each change.
     """
     if not fix.patch:
-        return Patch(list(_settings_as_code(fix.settings or FixSettings())), is_diff=False, name=name)
+        return Patch(list(_settings_as_code(fix.settings or FixSettings())), is_diff=False)
     text = SourcePatch(root=fix.patch_root or ".", files=fix.files).diff(1) if brief and fix.files else fix.patch
     lines = ["" if line.isspace() else line for line in text.splitlines()]
-    return Patch(lines, is_diff=fix.kind in ("source", "cell"), name=name)
+    return Patch(lines, is_diff=fix.kind in ("source", "cell"))
 
 
 def _settings_as_code(settings: FixSettings) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -12,26 +13,25 @@ from markupsafe import Markup
 from markupsafe import escape as escape_html
 
 from nandoctor.errors import NanDoctorError
-from nandoctor.text import diff_kind, in_python, printable, printable_code, split_code
-from nandoctor.views.blocks import Plot, document, excerpt_lines
+from nandoctor.text import diff_kind, printable, printable_code, split_code
+from nandoctor.views.blocks import Block, Plot, excerpt_lines
 from nandoctor.views.markdown import draw_markdown
 
 
-def page_of(thing: Any) -> str:
-    """Return the page of a report or a triage."""
-    blocks = document(thing, "page")
+def page_of(document: Iterable[Block]) -> str:
+    """Return the page of a report's or a triage's document."""
+    blocks = [*document]
     return _environment().get_template("page.html.j2").render(blocks=blocks, markdown=draw_markdown(blocks))
 
 
-def card_of(thing: Any) -> str:
+def card_of(document: Iterable[Block]) -> str:
     """Return one `<div>` for a notebook's cell, without scripts or external files, in the colours of its page."""
-    return _environment().get_template("card.html.j2").render(blocks=document(thing))
+    return _environment().get_template("card.html.j2").render(blocks=[*document])
 
 
 def _draw_plot(plot: Plot) -> dict[str, Any] | None:
     """Return heading, finding in a sentence, and drawing; None if the report does not have the numbers for it."""
-    from nandoctor.views.plots.figures import image_of  # noqa: PLC0415  (imports matplotlib)
-    from nandoctor.views.plots.ranges import draw_ranges  # noqa: PLC0415
+    from nandoctor.views.ranges import draw_ranges, image_of  # noqa: PLC0415  (imports matplotlib)
 
     try:
         figure = draw_ranges(plot.report)
@@ -54,11 +54,10 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(
-        with_code=with_code, in_python=in_python, diff_kind=diff_kind, excerpt_lines=excerpt_lines
-    )
+    environment.filters.update(with_code=with_code, diff_kind=diff_kind, excerpt_lines=excerpt_lines)
     environment.filters["code_line"] = lambda line: escape_html(printable_code(line))  # to be copied, with its tabs
-    environment.filters["slug"] = lambda name: "h-" + re.sub(r"\W+", "-", name.lower())
+    environment.filters["short"] = lambda title: re.split("[,:]", title)[0]
+    environment.filters["slug"] = lambda title: "h-" + re.sub(r"\W+", "-", title.lower())
     environment.globals.update(kind_of=lambda block: type(block).__name__, draw_plot=_draw_plot)
     return environment
 

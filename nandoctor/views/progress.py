@@ -6,8 +6,9 @@ import io
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
+from itertools import islice
 from typing import Any
 
 from rich.console import Console
@@ -17,7 +18,8 @@ from rich.text import Text
 from nandoctor.engine.progress import Listener
 from nandoctor.evidence.report import Report
 from nandoctor.text import plural, printable
-from nandoctor.views.blocks import document
+from nandoctor.views.blocks import Block
+from nandoctor.views.report import report_document
 from nandoctor.views.terminal import print_document
 
 _SEARCH = "Fixes"
@@ -77,27 +79,31 @@ class ReplayBar(Listener):
 class ReplayDisplay(ReplayBar):
     """The display of a running replay: bars on standard error, the diagnosis on `output` once it is known.
 
-    `num_told` is the number of the report's blocks that are printed; an interrupt of the search gives the rest of them.
-    There is no bar if standard error is no terminal, whatever FORCE_COLOR says. Without an `output` nothing is printed.
+    An interrupt of the search gives the rest of the report. There is no bar if standard error is no terminal, whatever
+    FORCE_COLOR says. Without an `output` nothing is printed.
     """
 
     def __init__(self, output: Console | None = None) -> None:
         errors = Console(stderr=True)
         super().__init__(errors, shown=errors.file.isatty() and not errors.is_dumb_terminal)
-        self.num_told = 0
         self.stops_gently = output is not None
-        self._output = output
+        self._output, self._num_told = output, 0
 
     def tell(self, report: Report) -> None:
         """Print the answer, before any fix was tried, and go on to the bar of the search."""
         if self._output is not None:
             self.display.stop()
             with suppress(BrokenPipeError):  # files are still to be written
-                print_document(document(report)[:_NUM_KNOWN], self._output)
+                print_document(islice(report_document(report), _NUM_KNOWN), self._output)
                 self._output.file.flush()
-            self.num_told = _NUM_KNOWN
+            self._num_told = _NUM_KNOWN
             self.display.start()
         self.searched(0, None, "")
+
+    def tell_rest(self, document: Iterable[Block]) -> None:
+        """Print what `tell` has not printed of the report's document."""
+        if self._output is not None:
+            print_document(islice(document, self._num_told, None), self._output, goes_on=self._num_told > 0)
 
     @contextmanager
     def shown(self) -> Iterator[ReplayDisplay]:
@@ -132,7 +138,7 @@ class NotebookProgress(ReplayBar):
         """Show the diagnosis above the bar of the search."""
         from nandoctor.views.html import card_of  # noqa: PLC0415 - a terminal needs no jinja2
 
-        self._card, self._shown_s = card_of(report), -math.inf
+        self._card, self._shown_s = card_of(report_document(report)), -math.inf
         self.searched(0, None, "")
 
     def close(self) -> None:

@@ -43,7 +43,7 @@ _HIDDEN_BESIDE_FIXES = _HIDDEN | {"path"}  # all has to fit on one screen
 _HIDDEN_BESIDE_VERIFIED = _HIDDEN_BESIDE_FIXES | {"cause", "extent"}
 
 
-def report_document(report: Report, level: Level, *, has_page: bool = False) -> Iterator[Block]:
+def report_document(report: Report, level: Level = "screen", *, has_page: bool = False) -> Iterator[Block]:
     """Yield the headline, then sections: what to read first, the fixes, and as much of the rest as the level has.
 
     With `has_page` it does not say how to make the page.
@@ -145,19 +145,19 @@ def _rest_of_screen(report: Report, following: list[Fact]) -> Iterator[Block]:
 
 def _rest_of_page(report: Report, following: list[Fact]) -> Iterator[Block]:
     if evidence := _evidence_of_page(report):
-        yield Section("Evidence", evidence, name="Evidence")
+        yield Section("Evidence", evidence)
     if trials := trial_facts(report):
-        yield Section("What else was tried", [Facts(trials)], name="What else was tried", folded=True)
+        yield Section("What else was tried", [Facts(trials)], folded=True)
     if (layers := every_layer(report)) is not None:
-        yield Section("Every layer", [layers], name="Every layer", folded=True)
-        yield Section("Plot", [_plot(report)], name="Plot", folded=True)
+        yield Section("Every layer", [layers], folded=True)
+        yield Section("Plot", [_plot(report)], folded=True)
     if constants := [Fact(constant(use.value), describe_use(use)) for use in report.eps_audit[:_MAX_CONSTANTS]]:
         title = "Eps constants, and what the format made of them"
-        yield Section(title, [Facts(constants)], name="Eps constants", folded=True)
-    yield Section("In the file", file_blocks(report.dump), name="In the file", folded=True)
+        yield Section(title, [Facts(constants)], folded=True)
+    yield Section("In the file", file_blocks(report.dump), folded=True)
     versions = Facts([Fact(name.replace("_", " "), text) for name, text in asdict(report.environment).items() if text])
     notes = Facts([*note_facts(report), *following])
-    yield Section("Notes", [notes, Section("Versions", [versions], folded=True)], name="Notes")
+    yield Section("Notes", [notes, Section("Versions", [versions], folded=True)])
 
 
 def _evidence_of_page(report: Report) -> list[Block]:

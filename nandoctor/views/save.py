@@ -1,4 +1,4 @@
-"""Write files atomically, and a record in the format of its file's extension.
+"""Write files atomically, and a report in the format of its file's extension.
 
 The page and the plots are imported only when they are needed.
 """
@@ -9,25 +9,25 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.codec import to_json
+from nandoctor.evidence.report import Report
 from nandoctor.text import join_words
-from nandoctor.views.blocks import document
 from nandoctor.views.markdown import draw_markdown
+from nandoctor.views.report import report_document
 
 MARK = "nandoctor"
 """A word near the beginning or the end of every file that nandoctor writes."""
-_SCRIPT_MARK = "made by  nandoctor "
-"""Marks a script of `nandoctor repro`; users' own scripts mention nandoctor too."""
+_MARKS = {".py": "made by  nandoctor ", ".md": f"<!-- {MARK} -->"}
+"""The marks of scripts and of Markdown by their endings: users' own mention nandoctor too."""
 _SCANNED_NBYTES = 1 << 14
 PICTURE_ENDINGS = (".png", ".svg", ".pdf")
 ENDINGS = (".html", ".md", ".json", *PICTURE_ENDINGS)
 
 
-def save(found: Any, path: Path) -> None:
-    """Write the page (.html), Markdown (.md), the record (.json) or the plot of a report (.png, .svg, .pdf).
+def save(report: Report, path: Path) -> None:
+    """Write the page (.html), Markdown (.md), the data (.json) or the plot of a report (.png, .svg, .pdf).
 
     Raises:
         NanDoctorError: as by `check_target`, or there is nothing to draw, or the file cannot be written.
@@ -35,18 +35,17 @@ def save(found: Any, path: Path) -> None:
     check_target(path, ENDINGS)
     ending = path.suffix.lower()
     if ending in PICTURE_ENDINGS:
-        from nandoctor.views.plots.figures import image_of
-        from nandoctor.views.plots.ranges import draw_ranges
+        from nandoctor.views.ranges import draw_ranges, image_of
 
-        write_bytes(image_of(draw_ranges(found), ending[1:]), path)
+        write_bytes(image_of(draw_ranges(report), ending[1:]), path)
     elif ending == ".json":
-        write_text(f"{to_json(found)}\n", path)
+        write_text(f"{to_json(report)}\n", path)
     elif ending == ".html":
         from nandoctor.views.html import page_of
 
-        write_text(page_of(found), path)
+        write_text(page_of(report_document(report, "page")), path)
     else:
-        write_text(f"{draw_markdown(document(found, 'page'))}\n<!-- {MARK} -->\n", path)
+        write_text(f"{draw_markdown(report_document(report, 'page'))}\n{_MARKS['.md']}\n", path)
 
 
 def check_target(path: Path, endings: Sequence[str]) -> None:
@@ -94,8 +93,7 @@ def is_replaceable(path: Path) -> bool:
         with path.open("rb") as file:
             head = file.read(_SCANNED_NBYTES)
             file.seek(max(file.seek(0, os.SEEK_END) - _SCANNED_NBYTES, 0))
-            ours = _SCRIPT_MARK if path.suffix.lower() == ".py" else MARK
-            return ours.encode() in head + file.read()
+            return _MARKS.get(path.suffix.lower(), MARK).encode() in head + file.read()
     except FileNotFoundError:
         return True
     except OSError:

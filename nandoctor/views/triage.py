@@ -31,7 +31,7 @@ def triage_lines(triage: Triage) -> str:
     return "".join(f"{json.dumps(part, allow_nan=False)}\n" for part in parts)
 
 
-def triage_document(triage: Triage, level: Level) -> Iterator[Block]:
+def triage_document(triage: Triage, level: Level = "screen") -> Iterator[Block]:
     """Yield the groups, and what could not be analysed; a page has a section for each group."""
     yield Headline(describe_triage(triage))
     if triage.groups:
@@ -115,7 +115,7 @@ def _group_section(place: int, group: Group, reports: dict[str, str]) -> Section
     files = [Fact("dump", path, link=reports.get(path, "")) for path in group.paths]
     dumps = Section(plural(len(group.paths), "dump"), [Facts(files)], folded=True)
     title = f"Group {place}: {group.cause or group.verdict} at {_describe_place(group.place)}"
-    return Section(title, [Text(group.headline), Facts(facts), dumps], name=f"Group {place}")
+    return Section(title, [Text(group.headline), Facts(facts), dumps])
 
 
 def _missing_facts(results: Iterable[DumpResult], *, limit: int) -> list[Fact]:

@@ -38,8 +38,9 @@ from nandoctor.dumps.dump import summarize
 from nandoctor.dumps.reader import read_dump
 from nandoctor.dumps.writer import write_dump
 from nandoctor.errors import NanDoctorError
-from nandoctor.views.blocks import document
 from nandoctor.views.html import card_of
+from nandoctor.views.inspect_dump import inspection_document
+from nandoctor.views.report import report_document
 
 MAX_SECONDS, MAX_NBYTES = 30, 1 << 30
 BATCH = 500
@@ -235,15 +236,15 @@ def make(kind, number, files):
 
 def examine(path):
     """All that a user would do with a file from somebody else; raises what the user would see."""
-    plain_text(document(summarize(read_dump(path, as_torch=False))))
+    plain_text(inspection_document(summarize(read_dump(path, as_torch=False))))
     dump = read_dump(path)
     try:
         if not dump.provenance.own:
             with suppress(NanDoctorError):
                 replay(dump, fixes=False)
         case = replay(dump, Net(), fixes=False)
-        plain_text(document(case.report))
-        card_of(case.report)
+        plain_text(report_document(case.report))
+        card_of(report_document(case.report))
     finally:
         if not dump.provenance.own and Path("canary").exists():
             print(f"WRONG: canary {Path('canary').read_text()!r}", flush=True)

@@ -20,7 +20,7 @@ from nandoctor.dumps.reader import read_dump
 from nandoctor.dumps.stored_tensor import StoredStorage, StoredTensor, TorchName, rebuild
 from nandoctor.dumps.tensors import count_nonfinite, to_torch
 from nandoctor.errors import DumpError
-from nandoctor.views.blocks import document
+from nandoctor.views.inspect_dump import inspection_document
 
 SAMPLES = sorted((Path(__file__).parents[2] / "sample_dumps").glob("*.pth"))
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from nandoctor.cli import main\n"
@@ -71,7 +71,7 @@ def test_an_odd_tensor_is_described_as_with_torch(kind, project):
         found = assert_same("case.pth")
         assert found
         if not isinstance(found, str):
-            plain_text(document(found))
+            plain_text(inspection_document(found))
 
 
 @pytest.mark.filterwarnings("ignore")

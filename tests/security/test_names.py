@@ -13,11 +13,12 @@ from wording import plain_text
 from nandoctor.evidence.codec import to_json
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.triage import CodePlace, DumpResult, Group, Triage
-from nandoctor.views.blocks import document
-from nandoctor.views.html import card_of, page_of
+from nandoctor.views.html import card_of
+from nandoctor.views.inspect_dump import inspection_document
 from nandoctor.views.markdown import draw_markdown
+from nandoctor.views.report import report_document
 from nandoctor.views.save import ENDINGS, save
-from nandoctor.views.triage import triage_lines
+from nandoctor.views.triage import triage_document, triage_lines
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "views"))
 import factory
@@ -60,11 +61,11 @@ def renamed(record, name):
 def shown(report):
     """What each view of text gives."""
     return {
-        "screen": plain_text(document(report), width=80),
-        "inspection": plain_text(document(report.dump), width=80),
-        "markdown": draw_markdown(document(report, "page")),
+        "screen": plain_text(report_document(report), width=80),
+        "inspection": plain_text(inspection_document(report.dump), width=80),
+        "markdown": draw_markdown(report_document(report, "page")),
         "page": factory.sketch_of(report),
-        "card": card_of(report),
+        "card": card_of(report_document(report)),
         "json": to_json(report),
     }
 
@@ -121,9 +122,9 @@ def triage_of(name):
 @pytest.mark.parametrize("kind", MORE_NAMES)
 def test_a_name_does_no_harm_in_a_triage(kind):
     found = triage_of(MORE_NAMES[kind])
-    screen = plain_text(document(found), width=80)
-    page, lines = page_of(found), triage_lines(found)
-    assert elements(page) == elements(page_of(triage_of("x")))
+    screen = plain_text(triage_document(found), width=80)
+    page, lines = factory.sketch_of(found), triage_lines(found)
+    assert elements(page) == elements(factory.sketch_of(triage_of("x")))
     assert [json.loads(line)["kind"] for line in lines.splitlines()] == ["dump", "dump", "group", "triage"]
     for where, text in {"page": page.replace("\t", ""), "lines": lines, "screen": screen}.items():
         assert CONTROL.search(text) is None, where

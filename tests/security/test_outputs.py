@@ -43,10 +43,12 @@ def folder(here, monkeypatch):
     sys.modules.pop("train", None)
 
 
-def test_a_script_that_imports_nandoctor_is_the_users(folder):
+def test_a_file_that_mentions_nandoctor_is_the_users(folder):
     Path("mine.py").write_text("import nandoctor\n")
     assert run("repro", "sick.pth", "--model", "train.py:Net", "-o", "mine.py").exit_code == 2
     assert Path("mine.py").read_text() == "import nandoctor\n"
+    Path("notes.md").write_text("Found with nandoctor.\n")
+    assert not is_replaceable(Path("notes.md"))
 
 
 def test_a_script_goes_into_a_py_file_alone(folder):

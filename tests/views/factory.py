@@ -5,6 +5,7 @@ from dataclasses import fields, is_dataclass, replace
 from functools import lru_cache
 from unittest.mock import patch
 
+from nandoctor.causes.registry import Page
 from nandoctor.changes.clamp import ClampArgument
 from nandoctor.changes.constant import SetArgument
 from nandoctor.changes.keep_fp32 import KeepModule
@@ -38,14 +39,36 @@ from nandoctor.evidence.report import (
     TrialOutcome,
 )
 from nandoctor.evidence.trace import NonfiniteCounts, Place, SourceLine, TensorStats
+from nandoctor.evidence.triage import Triage
+from nandoctor.evidence.verification import FixChoice, Verification
+from nandoctor.views.explain import catalogue_document, cause_document
 from nandoctor.views.html import page_of
+from nandoctor.views.inspect_dump import inspection_document
+from nandoctor.views.report import report_document
+from nandoctor.views.triage import triage_document
+from nandoctor.views.verification import fix_document, verification_document
+
+DOCUMENTS = {
+    Verification: verification_document,
+    FixChoice: fix_document,
+    DumpSummary: inspection_document,
+    Page: cause_document,
+    tuple: catalogue_document,
+}
+
+
+def document(thing, level="screen", **more):
+    """The blocks of any record; a report's and a triage's have a level."""
+    if isinstance(thing, Report | Triage):
+        return (report_document if isinstance(thing, Report) else triage_document)(thing, level, **more)
+    return DOCUMENTS[type(thing)](thing, **more)
 
 
 @lru_cache
-def sketch_of(report):
-    """The page of a report, its figures made for their titles, and none written: a second for each page."""
-    with patch("nandoctor.views.plots.figures.image_of", lambda *_: b""):
-        return page_of(report)
+def sketch_of(thing):
+    """The page of a record, its figures made for their titles, and none written: a second for each page."""
+    with patch("nandoctor.views.ranges.image_of", lambda *_: b""):
+        return page_of(document(thing, "page"))
 
 
 BATCH = 4

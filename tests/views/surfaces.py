@@ -4,10 +4,10 @@ import html
 import io
 import re
 
-import factory
+from factory import document, sketch_of
 from rich.console import Console
 
-from nandoctor.views.blocks import Excerpt, Facts, Headline, Patch, Plot, Section, Table, Text, document, excerpt_lines
+from nandoctor.views.blocks import Excerpt, Facts, Headline, Patch, Plot, Section, Table, Text, excerpt_lines
 from nandoctor.views.html import card_of
 from nandoctor.views.markdown import draw_markdown
 from nandoctor.views.terminal import print_document
@@ -32,8 +32,8 @@ def visible(markup):
 SURFACES = {
     "terminal": terminal,
     "markdown": markdown,
-    "page": lambda thing: visible(factory.sketch_of(thing)),
-    "card": lambda thing: visible(card_of(thing)),
+    "page": lambda thing: visible(sketch_of(thing)),
+    "card": lambda thing: visible(card_of(document(thing))),
 }
 LEVELS = {"terminal": "screen", "markdown": "page", "page": "page", "card": "screen"}
 

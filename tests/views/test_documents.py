@@ -19,7 +19,6 @@ from nandoctor.evidence.codec import from_plain
 from nandoctor.evidence.edits import ChangedFile, SourcePatch
 from nandoctor.evidence.report import Report
 from nandoctor.evidence.verification import FixChoice
-from nandoctor.views.blocks import document
 from nandoctor.views.save import save
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -53,7 +52,7 @@ def test_every_surface_says_all_that_the_document_has(surface, thing):
     wide = {"width": 1000} if surface == "terminal" else {}
     drawn = letters(SURFACES[surface](thing, **wide))
     limit = 20 if surface in ("terminal", "markdown") else 3000
-    said = texts(document(thing, LEVELS[surface]), limit)
+    said = texts(factory.document(thing, LEVELS[surface]), limit)
     assert [text for text in said if letters(text) not in drawn] == []
 
 

@@ -1,4 +1,4 @@
-"""The plots: the ranges, and those beside them."""
+"""The plot of the ranges."""
 
 import itertools
 from dataclasses import replace
@@ -13,7 +13,7 @@ from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import FP16, FP32
 from nandoctor.evidence.report import Runs
 from nandoctor.views.layers import every_layer, select_layers
-from nandoctor.views.plots.ranges import MAX_BARS, draw_ranges
+from nandoctor.views.ranges import MAX_BARS, draw_ranges
 
 
 def texts(axes):

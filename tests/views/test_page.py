@@ -10,6 +10,7 @@ import factory
 import pytest
 
 from nandoctor.views.html import card_of, page_of
+from nandoctor.views.report import report_document
 
 VOID = {"br", "meta", "link", "input", "img"}
 
@@ -40,19 +41,23 @@ class Balanced(HTMLParser):
         self.text += [data.strip()] * bool(data.strip())
 
 
+def card(report):
+    return card_of(report_document(report))
+
+
 @pytest.fixture(scope="module")
 def page():
-    return page_of(factory.fixable())
+    return page_of(report_document(factory.fixable(), "page"))
 
 
-@pytest.mark.parametrize("draw", [card_of, factory.sketch_of])
+@pytest.mark.parametrize("draw", [card, factory.sketch_of])
 @pytest.mark.parametrize("make", factory.VERDICTS.values(), ids=factory.VERDICTS)
 def test_every_verdict_is_well_formed(make, draw):
     report = make()
     parsed = Balanced(draw(report))
     assert report.verdict in parsed.text
     assert report.headline in parsed.text
-    assert ("script" in parsed.tags) == (draw is not card_of)
+    assert ("script" in parsed.tags) == (draw is not card)
 
 
 def test_the_story_comes_first_and_in_order(page):
@@ -85,7 +90,7 @@ def test_a_drawing_stands_on_the_page_with_its_finding(page):
 
 def test_no_colour_of_a_card_is_fixed_against_the_page():
     """On a dark page black text would vanish: text takes the page's colour, but for marks that show on any ground."""
-    html = card_of(factory.precision())
+    html = card(factory.precision())
     assert "color: #fff" not in html
     assert "background: #" not in html
     assert "background: rgba(" in html

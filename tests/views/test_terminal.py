@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from surfaces import markdown, terminal
 
-from nandoctor.views.blocks import document
+from nandoctor.views.report import report_document
 from nandoctor.views.terminal import print_document
 
 
@@ -61,7 +61,7 @@ def test_any_encoding_can_take_the_report(encoding):
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     made = factory.precision()
     report = replace(made, headline="层 is first", notes=("Größe",))
-    print_document(document(report), Console(file=file, width=80))
+    print_document(report_document(report), Console(file=file, width=80))
     file.flush()
     text = file.buffer.getvalue().decode(encoding)
     assert "? is first" in text

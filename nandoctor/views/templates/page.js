@@ -14,10 +14,10 @@
     area.remove();
   }
 
-  for (const button of document.querySelectorAll("[data-copy]")) {
+  for (const button of document.querySelectorAll("button.copy")) {
     const label = button.textContent;
     button.addEventListener("click", async () => {
-      await copy(document.getElementById(button.dataset.copy).textContent);
+      await copy(button.previousElementSibling.textContent);
       button.textContent = "Copied";
       say("Copied to the clipboard");
       setTimeout(() => { button.textContent = label; }, 1500);

@@ -1,16 +1,23 @@
-"""The ranges plot: bands for the format, bars for the runs, marks for non-finite values."""
+"""The ranges plot: bands for the format, bars for the runs, marks for non-finite values.
+
+It imports matplotlib, and is imported only where something is drawn.
+"""
 
 from __future__ import annotations
 
+import io
 import math
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import matplotlib
 import matplotlib.style
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -20,14 +27,17 @@ from matplotlib.ticker import FuncFormatter
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import FP32, FloatFormat
 from nandoctor.evidence.report import LayerRow, Origin, Report, Runs
-from nandoctor.text import bits_text, brief, number
+from nandoctor.text import bits_text, brief, number, printable
 from nandoctor.views.layers import Layers, name_runs, select_layers
-from nandoctor.views.plots.figures import NONFINITE_COLOR, new_figure, write_finding, write_legend
+from nandoctor.views.save import MARK
 
-SKY, BLUE, ORANGE, GREY = "#56B4E9", "#0072B2", "#E69F00", "#999999"
+# Of Okabe and Ito's palette, told apart by colour-blind readers: https://jfly.uni-koeln.de/color/
+SKY, BLUE, ORANGE, GREY, VERMILION = "#56B4E9", "#0072B2", "#E69F00", "#999999", "#D55E00"
 MAX_BARS = 48
 """Of more layers the bars would be too thin to tell one in front of another, and their names would collide."""
-_PANEL_HEIGHT_IN, _TEXT_HEIGHT_IN, _LETTER_IN = 3.2, 1.2, 0.065
+_DPI, _NOTEBOOK_DPI = 150, 80
+_WIDTH_IN, _PANEL_HEIGHT_IN, _TEXT_HEIGHT_IN, _LETTER_IN, _LEGEND_ROW_IN = 8.0, 3.2, 1.2, 0.065, 0.17
+_TITLE_LETTERS, _LEGEND_LETTERS = 80, 128  # of a line
 _FIRST_NAME_WIDTH, _NAME_WIDTH = 36, 44
 _WHAT = "bars from the 5 % quantile of non-zero magnitudes to the largest, line at the median"
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -37,6 +47,13 @@ _BEYOND = 1e3
 """The factor by which the panel extends past a limit of the format."""
 _CLIP = 1e8
 """Values further past the limits than this factor are cut off: a value of 1e30 must not squash all others."""
+
+
+class NotebookFigure(Figure):
+    """A figure that a notebook shows as a picture, although pyplot does not manage it."""
+
+    def _repr_png_(self) -> bytes:
+        return image_of(self, "png", dpi=_NOTEBOOK_DPI)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,17 +85,27 @@ def draw_ranges(report: Report) -> Figure:
             remedy="Replay a dump that holds the failing batch; `nandoctor inspect` shows what is in it.",
         )
     with matplotlib.style.context("default"):
-        figure = new_figure()
+        figure = NotebookFigure(figsize=(_WIDTH_IN, 1.0), layout="constrained")
+        FigureCanvasAgg(figure)
         axes = figure.subplots()
         marks = _draw_panel(axes, report.runs, layers)
         _name_layers(axes, layers)
         _mark_failure(axes, layers, report.origin)
         longest = max(len(label.get_text()) for label in axes.get_xticklabels())
         figure.set_figheight(_TEXT_HEIGHT_IN + _PANEL_HEIGHT_IN + _LETTER_IN * longest)
-        write_finding(figure, report, describe_ranges(report))
+        _write_finding(figure, report)
         source = brief(Path(report.dump.path).name, _FIRST_NAME_WIDTH)
-        write_legend(figure, marks, f"{source}: layers in order of execution, {_WHAT}")
+        _write_legend(figure, marks, f"{source}: layers in order of execution, {_WHAT}")
         return figure
+
+
+def image_of(figure: Figure, kind: str, *, dpi: int = _DPI) -> bytes:
+    """Return the figure as a file: "png", "svg" (with text as text) or "pdf"."""
+    file = io.BytesIO()
+    metadata = {"png": {"Software": MARK}, "svg": {"Creator": MARK, "Date": None}}.get(kind, {"Creator": MARK})
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": MARK, "pdf.fonttype": 42}):
+        figure.savefig(file, format=kind, dpi=dpi, metadata=metadata)
+    return file.getvalue()
 
 
 def describe_ranges(report: Report) -> str:
@@ -130,9 +157,7 @@ def _draw_panel(axes: Axes, runs: Runs, layers: Layers) -> list[Artist]:
         legend.append(_draw_bars(axes, drawn, style))
         if nonfinite := [x for x, row in drawn if not row.finite]:
             heights, placed = [style.mark_at] * len(nonfinite), axes.get_xaxis_transform()
-            marks = axes.scatter(
-                nonfinite, heights, s=22, c=NONFINITE_COLOR, marker=style.mark, transform=placed, zorder=5
-            )
+            marks = axes.scatter(nonfinite, heights, s=22, c=VERMILION, marker=style.mark, transform=placed, zorder=5)
             marks.set_label(f"non-finite, {style.name}")
             legend.append(marks)
     return legend
@@ -169,7 +194,7 @@ def _find_limits(low: FloatFormat, layers: Layers) -> tuple[float, float]:
 def _draw_bands(axes: Axes, low: FloatFormat) -> None:
     bottom, top = axes.get_ylim()
     bands = (
-        (low.max, top, NONFINITE_COLOR, 0.14, f"{low} overflow\n> {number(low.max)}"),
+        (low.max, top, VERMILION, 0.14, f"{low} overflow\n> {number(low.max)}"),
         (low.flush_threshold, low.smallest_normal, ORANGE, 0.16, f"subnormal\n< {number(low.smallest_normal)}"),
         (bottom, low.flush_threshold, GREY, 0.35, f"zero\n< {number(low.flush_threshold)}"),
     )
@@ -212,7 +237,7 @@ def _name_layers(axes: Axes, layers: Layers) -> None:
     axes.grid(axis="x", color="black", alpha=0.08, linewidth=0.6)
     for index, label in zip(named, axes.get_xticklabels(), strict=True):
         if index == first:
-            label.set(color=NONFINITE_COLOR, weight="bold")
+            label.set(color=VERMILION, weight="bold")
 
 
 def _mark_failure(axes: Axes, layers: Layers, origin: Origin | None) -> None:
@@ -223,7 +248,7 @@ def _mark_failure(axes: Axes, layers: Layers, origin: Origin | None) -> None:
         place, what = keys.index(origin.place.key) if origin.place.key in keys else None, "first non-finite gradient"
     if place is None:
         return
-    axes.axvline(place, color=NONFINITE_COLOR, linewidth=1.2, linestyle="--", zorder=4)
+    axes.axvline(place, color=VERMILION, linewidth=1.2, linestyle="--", zorder=4)
     left, right = axes.get_xlim()
     alignment = ("left", "center", "right")[int(3 * (place - left) / (right - left))]  # inwards, near either end
     axes.annotate(
@@ -234,7 +259,25 @@ def _mark_failure(axes: Axes, layers: Layers, origin: Origin | None) -> None:
         textcoords="offset points",
         ha=alignment,
         size=8.5,
-        color=NONFINITE_COLOR,
+        color=VERMILION,
         weight="bold",
         parse_math=False,
     )
+
+
+def _write_finding(figure: Figure, report: Report) -> None:
+    """Write above a plot the report's headline, and what the plot shows of it."""
+    texts = (f"{report.headline.replace('`', '').rstrip('.')}.", describe_ranges(report))
+    titles = [textwrap.fill(printable(text), _TITLE_LETTERS, max_lines=2, placeholder=" …") for text in texts]
+    figure.suptitle("\n".join(titles), x=0.01, ha="left", size=11, weight="bold", parse_math=False)
+
+
+def _write_legend(figure: Figure, marks: Sequence[Artist], what: str) -> None:
+    """Write below the panels what is drawn and what the marks mean; the figure grows by the lines needed."""
+    lines = textwrap.wrap(what, _LEGEND_LETTERS)
+    figure.set_figheight(figure.get_figheight() + _LEGEND_ROW_IN * (len(lines) - 1))
+    columns = max(len(marks), 1)
+    box = figure.legend(handles=marks, loc="outside lower left", ncols=columns, frameon=False, fontsize=8)
+    box.set_title("\n".join(lines))
+    box.get_title().set(size=8, parse_math=False)
+    box.set_alignment("left")
