@@ -108,7 +108,6 @@ def _describe_updater(optimizer: Optimizer, model: nn.Module) -> tuple[dict[str,
     """Return what makes the optimizer again: its class and attributes, and its groups and state by name.
 
     Attributes and settings are described as a model's arguments are; what a replay cannot make again is left out.
-
     Nothing but a note if the state is sharded, since a reader would lack the other ranks' parts.
     """
     if any(is_sharded(tensor) for _, tensor in walk_tensors(list(optimizer.state.values()))):

@@ -213,8 +213,8 @@ class Recorder:
                 "forward and the update. If the loop calls other methods of the model, let `forward` call them; if it "
                 "goes on with another model, give that to a new Recorder."
             )
-        if step is None:
-            return
+            if step is None or loss is None:
+                return
         step.batch = step.batch if batch is None else held(batch)
         self._look_at(step, self._as_tensor(loss), ask_all=True)
         is_outside = self.loss is None and step.loss_place is None and not self.training_step

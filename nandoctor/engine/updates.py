@@ -57,7 +57,7 @@ def trace_update(step: FailingStep, updater: type[Optimizer] | None) -> UpdateTr
             made = {name: ops.producer_of(weight) for name, weight in parameters.items() if not all_finite(weight)}
         spoiled = {name: order for name, order in made.items() if order is not None}
         notes = (
-            () if spoiled else ("The update was run again, and left finite weights: its state is that from after it.",)
+            () if spoiled else ("Run again, from the optimizer's state after it, the update leaves finite weights.",)
         )
         return UpdateTrace(ops=ops.calls(), spoiled=spoiled, low=low, notes=notes)
 

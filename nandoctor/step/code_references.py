@@ -133,13 +133,10 @@ def fill_optimizer(dump: Dump) -> Dump:
     updater = dump.recorded.updater
     if updater is None or not dump.provenance.own:
         return dump
-    with suppress(ModelError):  # it is not run without them
-        given, *groups = (
-            _make_arguments(values, dump.path, dump.provenance) for values in (updater.arguments, *updater.groups)
-        )
-        filled = replace(updater, arguments=given, groups=tuple(groups))
-        return replace(dump, recorded=replace(dump.recorded, updater=filled))
-    return dump
+    make = functools.partial(_make_arguments, dump=dump.path, provenance=dump.provenance)
+    with suppress(Exception):  # the user's code may have changed; the update then raises
+        updater = replace(updater, arguments=make(updater.arguments), groups=tuple(map(make, updater.groups)))
+    return replace(dump, recorded=replace(dump.recorded, updater=updater))
 
 
 def _file_named(reference: Reference, named: Iterable[Any], directory: Path) -> str:

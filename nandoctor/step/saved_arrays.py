@@ -105,8 +105,8 @@ def find_outputs(
     chosen = (str(settings.output), torch.tensor(number, dtype=torch.float64)) if isinstance(number, float) else None
     field = settings.output if chosen is None else None
     if dump.is_recorded and settings.output is None:
-        held = [name for name in dump.arrays if name.partition(".")[0] == "output"]
-        found = [(name, dump.arrays[name]) for name in held if name not in dump.recorded.overwritten]
+        spoilt = dump.recorded.overwritten
+        found = [it for it in dump.arrays.items() if it[0].partition(".")[0] == "output" and it[0] not in spoilt]
         # A non-finite one first, then the largest floating-point array.
         found.sort(key=lambda named: (all_finite(named[1]), not named[1].is_floating_point(), -named[1].numel()))
         names = [name for name, _ in found]

@@ -194,7 +194,7 @@ def set_generators(model: nn.Module, states: Mapping[str, torch.Tensor]) -> list
             torch.Generator.set_state(held, state)
         except (TypeError, RuntimeError):  # it is none, or one of another device
             lost.append(
-                f"The state of the random generator {brief(place)} does not fit the model: others are drawn here."
+                f"The recorded state of {brief(place)} fits no generator of the model, which draws other numbers."
             )
     return lost
 
