@@ -216,10 +216,8 @@ def describe_tensor(stats: TensorStats) -> str:
 
 
 def _range_of(stats: TensorStats) -> list[str]:
-    if stats.absmax is None:
-        return [] if stats.finite or stats.counts is None else ["no finite value"]
     if stats.min is None or stats.max is None:
-        return [f"absmax {number(stats.absmax)}"]
+        return [] if stats.counts is None else ["no finite value"]
     median = f", median magnitude {number(stats.median)}" if stats.median is not None else ""
     return [f"{number(stats.min)} to {number(stats.max)}{median}"]
 
