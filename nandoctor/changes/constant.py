@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import json
 import math
 from typing import Any, ClassVar, Literal
 
@@ -15,7 +14,7 @@ from nandoctor.changes.source_tree import CannotWriteError, name_called
 from nandoctor.changes.source_writer import SourceWriter
 from nandoctor.evidence.edits import OpSite, SingleEdit, Snippet, kind_of_change
 from nandoctor.evidence.formats import LARGEST_EPS
-from nandoctor.text import constant, join_words
+from nandoctor.text import constant
 
 _CLOSE = 1e-6
 
@@ -106,9 +105,9 @@ class SetFlag(SingleEdit):
 
 @kind_of_change
 class SetAttribute(SingleEdit):
-    """Set an attribute from what it `was` to `value` in modules of a class: `norm.eps = 1e-5`.
+    """Set an attribute from what it `was` to `value` in every module of a class: `norm.eps = 1e-5`.
 
-    These are `modules` by their paths, or all of them if it is empty. The engine does it before the run.
+    The engine does it before the run.
     """
 
     kind: Literal["set-attribute"] = "set-attribute"
@@ -116,21 +115,11 @@ class SetAttribute(SingleEdit):
     name: str
     was: float
     value: float
-    modules: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
         """The attribute, its new number and the old one."""
-        return f"Set {self.name} of {self._owner} to {constant(self.value)} (was {constant(self.was)})"
-
-    @property
-    def _owner(self) -> str:
-        return join_words([name or "the model" for name in self.modules]) or self.type
-
-    def is_in(self, path: str, module: Any) -> bool:
-        """Return True if the attribute of the module with this path is set."""
-        is_one = path in self.modules if self.modules else type(module).__name__ == self.type
-        return is_one and getattr(module, self.name, None) == self.was
+        return f"Set {self.name} of {self.type} to {constant(self.value)} (was {constant(self.was)})"
 
     def snippet(self, model: Any) -> Snippet:
         """Return the lines that set it in a model that is built, with what to change where it is built."""
@@ -139,9 +128,6 @@ class SetAttribute(SingleEdit):
             f"    if type(module).__name__ == {self.type!r} and module.{self.name} == {constant(self.was)}:\n"
             f"        module.{self.name} = {constant(self.value)}\n"
         )
-        if self.modules:
-            names = json.dumps(list(self.modules))  # as of a stranger's dump: string literals, whatever they contain
-            text = f"for name in {names}:\n    model.get_submodule(name).{self.name} = {constant(self.value)}\n"
         return Snippet(kind="snippet", text=text + self._describe_argument(model))
 
     def _describe_argument(self, model: Any) -> str:
@@ -151,4 +137,4 @@ class SetAttribute(SingleEdit):
             parameter = inspect.signature(kind.__init__).parameters[self.name]  # type: ignore[misc]
         except (TypeError, ValueError, KeyError):
             return ""
-        return f"# To keep the change, build {self._owner} with {parameter.name}={constant(self.value)}.\n"
+        return f"# To keep the change, build {self.type} with {parameter.name}={constant(self.value)}.\n"

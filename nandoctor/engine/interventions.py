@@ -64,7 +64,8 @@ def intervene(
     What they change in the model, `restored` puts back.
     """
     for edit in (edit for edit in edits if isinstance(edit, SetAttribute)):
-        for module in [module for path, module in model.named_modules() if edit.is_in(path, module)]:
+        owners = [module for module in model.modules() if type(module).__name__ == edit.type]
+        for module in (module for module in owners if getattr(module, edit.name, None) == edit.was):
             setattr(module, edit.name, edit.value)
     kept = {edit.module: edit.children for edit in edits if isinstance(edit, KeepModule) and edit.module != LOSS}
     changes = _OpEdits(edits, owner)

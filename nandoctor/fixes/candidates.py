@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-import re
-from collections.abc import Iterable, Iterator, Sequence, Set
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, product, zip_longest
+from pathlib import Path
 
 from torch import nn
 
@@ -29,13 +27,11 @@ from nandoctor.evidence.trace import LOSS, OpCall, SourceLine, Trace
 from nandoctor.fixes.agreement import compare_runs
 from nandoctor.fixes.verify import Trials
 from nandoctor.ops import CASTS, MOVES, PRODUCTS, is_factor, num_terms
+from nandoctor.source_files import is_installed
 from nandoctor.text import MAX_SAMPLES_LISTED
 
 MAX_LEADS = 5
 """How many independent origins are fixed together; if there are more, only sets of modules are searched for."""
-
-_READ = re.compile(r"(?<!\{)\bself\.(\w+)(?!\w|\s*=[^=])")
-"""Where code computes with an attribute, but for an assignment to it and a text that shows it."""
 
 _ROUNDED_WITHIN = 4
 """How many ops before the failing one are searched for what rounded its operands."""
@@ -67,12 +63,10 @@ def propose(findings: Findings, trials: Trials) -> Iterator[Candidate]:
         yield from _unread(findings.trace, trials)
     if findings.verdict in ("numerics", "loss-scale"):
         # Not every origin needs one: a change that keeps one off 0 may also stop another's gradient overflow.
-        yield from together(
-            [changes for lead in leads[:MAX_LEADS] if (changes := specific(lead, trials.step.model, findings.trace))]
-        )
+        yield from together([changes for lead in leads[:MAX_LEADS] if (changes := specific(lead, trials.step.model))])
     if findings.verdict in ("precision", "silent"):
         if len(leads) == 1:
-            yield from specific(leads[0], trials.step.model, findings.trace)
+            yield from specific(leads[0], trials.step.model)
             if not _overflows_elsewhere(leads[0], findings):
                 yield from _in_fp32(leads[0], findings, trials)
         elif 1 < len(leads) <= MAX_LEADS:
@@ -92,37 +86,21 @@ def place_in_code(lead: Suspect, model: nn.Module) -> object:
     return site if _is_library(site, model) else (site.type, site.op, site.source)
 
 
-def specific(lead: Suspect, model: nn.Module, trace: Trace) -> list[Candidate]:
-    """Return the changes of the operation itself; a constant that is an attribute of the module is changed there."""
-    called = {call.module for call in trace.calls}
-    return [tuple(_through_attribute(edit, model, called) for edit in candidate) for candidate in lead.suggestions]
+def specific(lead: Suspect, model: nn.Module) -> list[Candidate]:
+    """Return the changes of the operation itself; a constant in a library is changed where its module keeps it."""
+    return [tuple(_through_attribute(edit, model) for edit in candidate) for candidate in lead.suggestions]
 
 
-def _through_attribute(edit: Edit, model: nn.Module, called: Set[str]) -> Edit:
-    """Return a change of a number as one of the attribute that holds it, in the modules of the class that were called.
-
-    An attribute that other code of the class reads too, as the tolerance of a loop, stays as it is.
-    """
+def _through_attribute(edit: Edit, model: nn.Module) -> Edit:
     if not isinstance(edit, SetArgument) or edit.value is None:
         return edit
-    modules = {path: module for path, module in model.named_modules() if type(module).__name__ == edit.site.type}
-    attributes = chain.from_iterable(vars(module).items() for module in modules.values())
-    names = {name for name, value in attributes if isinstance(value, float) and value == edit.was}
-    name = _attribute_read_once(edit.site, names, next(map(type, modules.values()))) if names else None
-    if name is None:
-        return edit
-    paths = () if called >= modules.keys() else tuple(path for path in modules if path in called)
-    return SetAttribute(type=edit.site.type, name=name, was=edit.was, value=edit.value, modules=paths)
-
-
-def _attribute_read_once(site: OpSite, names: Set[str], kind: type) -> str | None:
-    """Return which of the attributes an op's line reads, or the only one; None if code of its class reads it twice."""
-    reads = list[str]()
-    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
-        with suppress(OSError, TypeError):  # code without a file
-            reads += _READ.findall(inspect.getsource(base))
-    here = {*_READ.findall(site.source.expression if site.source is not None else "")} & names or names
-    return next((name for name in here if reads.count(name) < 2), None) if len(here) == 1 else None
+    source = edit.site.source
+    if source is not None and not (_is_library(edit.site, model) or is_installed(Path(source.file))):
+        return edit  # other code may read the attribute too
+    modules = (module for module in model.modules() if type(module).__name__ == edit.site.type)
+    attributes = (item for module in modules for item in vars(module).items())
+    name = next((name for name, value in attributes if isinstance(value, float) and value == edit.was), None)
+    return edit if name is None else SetAttribute(type=edit.site.type, name=name, was=edit.was, value=edit.value)
 
 
 def _in_fp32(lead: Suspect, findings: Findings, trials: Trials) -> Iterator[Candidate]:
@@ -317,10 +295,8 @@ def _for_block(leads: Sequence[Suspect], findings: Findings, trials: Trials) -> 
     """Return the changes of one origin, or combined changes of several in one block."""
     model = trials.step.model
     if len(leads) == 1:
-        return chain(specific(leads[0], model, findings.trace), _in_fp32(leads[0], findings, trials))
-    return together(
-        [[*specific(lead, model, findings.trace), *((kept,) for kept in _op_in_fp32(lead, model))] for lead in leads]
-    )
+        return chain(specific(leads[0], model), _in_fp32(leads[0], findings, trials))
+    return together([[*specific(lead, model), *((kept,) for kept in _op_in_fp32(lead, model))] for lead in leads])
 
 
 def _unread(trace: Trace, trials: Trials) -> Iterator[Candidate]:

@@ -16,7 +16,7 @@ from nandoctor.diagnosis.backward import conclude_backward
 from nandoctor.diagnosis.conclusion import Conclusion, Findings, Suspect, conclude
 from nandoctor.evidence.edits import ChangedFile, Edit, SingleEdit, SourcePatch, flatten
 from nandoctor.evidence.report import Diagnosis
-from nandoctor.evidence.trace import LOSS, SourceLine, Trace
+from nandoctor.evidence.trace import LOSS, SourceLine
 from nandoctor.fixes.candidates import (
     MAX_LEADS,
     distinct_leads,
@@ -62,7 +62,7 @@ def find_later_origins(findings: Findings, trials: Trials, writer: ChangeWriter)
     chosen: list[Candidate] = []
     later: list[Diagnosis] = []
     while 0 < len(leads) <= MAX_LEADS and len(chosen) < MAX_LEADS:
-        options = together([_options(lead, findings.trace, trials) for lead in leads])
+        options = together([_options(lead, trials) for lead in leads])
         found = _first_that_helps(chosen, options, seen, trials, writer)
         if found is None:
             break
@@ -80,10 +80,10 @@ def _places(leads: Iterable[Suspect], model: nn.Module) -> set[object]:
     return {place_in_code(lead, model) for lead in leads}
 
 
-def _options(lead: Suspect, trace: Trace, trials: Trials) -> list[Candidate]:
+def _options(lead: Suspect, trials: Trials) -> list[Candidate]:
     """Return the operation's changes, after fp32 if that does not fail; otherwise fp32 only if there are none."""
     model = trials.step.model
-    changes, kept = specific(lead, model, trace), smallest_in_fp32(lead, model)
+    changes, kept = specific(lead, model), smallest_in_fp32(lead, model)
     if isinstance(kept, KeepModule) and lead.site.source is not None:
         kept = KeepOp(site=line_of(lead.site))  # a line can be changed along with others, a snippet cannot
     return changes or [(kept,)] if trials.numerics else [(kept,), *changes]
