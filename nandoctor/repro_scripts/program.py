@@ -190,13 +190,6 @@ class Failure:
     kind: ValueKind
     finite_in_fp32: bool
 
-    def is_shown_by(self, program: Program) -> bool:
-        """Return True if the program fails in this way; False if it raises."""
-        try:
-            return self.kind in kinds_of(program.run()) and self.finite_in_fp32 == (not kinds_of(program.run_in_fp32()))
-        except Exception:  # mismatched shapes raise any exception of the op
-            return False
-
 
 def find_failure(program: Program) -> Failure | None:
     """Return how the program fails, None if it is finite."""
@@ -209,7 +202,10 @@ def shrink(program: Program, failure: Failure) -> Program:
     runs, before = itertools.count(), None
 
     def still_fails(smaller: Program) -> bool:
-        return next(runs) < _MAX_RUNS and failure.is_shown_by(smaller)
+        try:
+            return next(runs) < _MAX_RUNS and find_failure(smaller) == failure
+        except Exception:  # mismatched shapes raise any exception of the op
+            return False
 
     while before != (before := sum(leaf.numel() for leaf in program.leaves.values())):
         for slots in [*_groups(program)]:
