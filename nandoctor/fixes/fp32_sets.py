@@ -12,7 +12,7 @@ from nandoctor.diagnosis.conclusion import Findings
 from nandoctor.evidence.edits import Edit
 from nandoctor.evidence.report import Fp32Module, Fp32Set, Fp32SetSearch
 from nandoctor.evidence.trace import LOSS
-from nandoctor.fixes.candidates import join, line_of, overflowing_products
+from nandoctor.fixes.candidates import is_below, join, line_of, overflowing_products
 from nandoctor.fixes.verify import BudgetSpent, Trials
 
 Kept = tuple[KeepModule, ...]
@@ -73,18 +73,12 @@ def _find_members(findings: Findings, *, has_loss: bool) -> list[KeepModule]:
     calls = {call.module: call for trace in traces for call in trace.calls}
     at_work = {op.place.module for op in (*findings.ops, *findings.reference.ops)}
     order = sorted(calls, key=lambda path: calls[path].enter)
-    parents = {parent for path in calls for parent in _ancestors(path)}
     members = [
-        KeepModule(module=path, children=path not in parents) for path in order if not at_work or path in at_work
+        KeepModule(module=path, children=not any(is_below(other, path) for other in calls if other != path))
+        for path in order
+        if not at_work or path in at_work
     ]
     return members + ([KeepModule(module=LOSS)] if has_loss else [])
-
-
-def _ancestors(path: str) -> Iterator[str]:
-    """Yield the paths of the modules that hold this one, ending with the root; none for the root itself."""
-    while path:
-        path = path.rpartition(".")[0]
-        yield path
 
 
 def refine(kept: Kept, findings: Findings, trials: Trials) -> Edit:

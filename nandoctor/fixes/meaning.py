@@ -75,6 +75,9 @@ _LEFT = "output.kept."
 """What a step leaves behind is in the output of one that exposes it, by such a name."""
 _ALIKE = 1e-3
 """Sides whose extrapolations differ by more, relative to the largest value, have no common limit."""
+_DIVERGES, _OUTSIDE, _GROWS = math.nan, math.inf, -math.inf
+"""In place of a limit: the sides do not converge to one number; no neighbour has a number there, as outside a domain;
+the value grows without a limit when nothing but what the failing ops take is moved."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -160,9 +163,8 @@ class Meaning:
     def limit(self) -> Result | None:
         """The limits of values and gradients; None if float64 is finite, or nothing moves.
 
-        NaN is where there is no limit, Inf where no neighbour has a number either; -Inf if it grows without a limit
-        when what the failing ops take is moved. Where that alone can be moved, not what it has in common with the rest,
-        nothing but such growth counts.
+        In place of one there may be `_DIVERGES`, `_OUTSIDE` or `_GROWS`. Where what the failing ops take can only be
+        moved apart from all that it has in common with the rest, nothing but such growth counts.
         """
         if not self.trials.numerics or self.trials.exact().finite or is_large(self.trials.step.model):
             return None
@@ -173,7 +175,7 @@ class Meaning:
             if (is_open := self._open(values)) or not values:
                 found = self._follow_all(runs)
                 moved = {
-                    name: torch.where(torch.isnan(value), -torch.inf, torch.inf if is_apart else value)
+                    name: torch.where(torch.isnan(value), _GROWS, _OUTSIDE if is_apart else value)
                     for name, value in _agreed([side.values for side in found]).items()
                 }
                 both = is_open.keys() & moved
@@ -293,7 +295,7 @@ class Meaning:
             unknown = ~torch.isfinite(tends) & ~torch.isfinite(itself)
             lacks = self._lacks(name, itself) if limit is not None or self.smaller is not None else unknown
             if _with_other_numbers(edit) != edit:  # another form of the same puts no number anywhere
-                lacks = lacks | (torch.isneginf(tends) & ~torch.isfinite(itself))
+                lacks = lacks | ((tends == _GROWS) & ~torch.isfinite(itself))
             if self.meets_infinity and bool(unknown.any()):
                 lacks = lacks | (unknown & self._shows(edit, name))
             off = torch.where(torch.isfinite(tends), ours - tends, 0.0).abs().masked_fill(lacks, torch.inf)
@@ -418,14 +420,14 @@ class Meaning:
     def _open(self, values: Tensors) -> Tensors:
         """Return where the step is NaN and every neighbour is too; nothing if it is so nowhere."""
         pairs = ((name, value, self._itself(name, value)) for name, value in values.items())
-        found = {name: torch.isposinf(value) & torch.isnan(itself) for name, value, itself in pairs}
+        found = {name: (value == _OUTSIDE) & torch.isnan(itself) for name, value, itself in pairs}
         return found if any(bool(places.any()) for places in found.values()) else {}
 
     def _follow_all(self, sides: Iterable[Callable[[float], Result]]) -> list[Result]:
         return [followed for run in sides if (followed := self._follow(run)) is not None]
 
     def _follow(self, run: Callable[[float], Result]) -> Result | None:
-        """Return the limit from one side, NaN where it does not converge; None if the step cannot be run there."""
+        """Return the limit from one side, or what stands in its place; None if the step cannot be run there."""
         runs = list[Result]()
         for size in _STEPS:
             runs.append(run(size))
@@ -472,26 +474,26 @@ def _common(runs: Sequence[Result], what: str) -> list[str]:
 
 
 def _extrapolate(run: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Extrapolate three values to a step of 0: NaN where they do not converge, Inf where the last is not finite."""
+    """Extrapolate three values to a step of 0; or `_DIVERGES`, or `_OUTSIDE` where the last is not finite."""
     first, second, third = (one.double() for one in run)
     before, last = second - first, third - second
     ratio = torch.where(before == 0, 0.0, last / before)
-    settled = torch.where(before.abs() <= _SETTLED * _largest(second), second, torch.nan)
+    settled = torch.where(before.abs() <= _SETTLED * _largest(second), second, _DIVERGES)
     limit = torch.where(last.abs() <= _SHRINKING * before.abs(), third + last * ratio / (1 - ratio), settled)
     limit = torch.where(limit.abs() <= _SHRINKING * third.abs(), 0.0, limit)  # it still shrinks, as sqrt(h) does
-    return torch.where(torch.isfinite(third), limit, torch.inf)
+    return torch.where(torch.isfinite(third), limit, _OUTSIDE)
 
 
 def _agreed(sides: Sequence[Tensors]) -> dict[str, torch.Tensor]:
-    """Return the mean over the sides that are finite: NaN where one does not converge or they differ, Inf for none."""
+    """Return the mean over the sides in the domain: `_DIVERGES` where one does or they differ, `_OUTSIDE` for none."""
     found = {}
     for name in sides[0] if sides else ():
         stacked = torch.stack([side[name] for side in sides if name in side])
-        inside = ~torch.isinf(stacked)  # outside the domain the formula has no value
+        inside = stacked != _OUTSIDE
         mean = torch.where(inside, stacked, 0.0).sum(0) / inside.sum(0)
         spread = torch.where(inside, stacked - mean, 0.0).abs().amax(0)
-        agreed = torch.where(spread <= _ALIKE * _largest(mean), mean, torch.nan)
-        found[name] = torch.where(inside.any(0), agreed, torch.inf)
+        agreed = torch.where(spread <= _ALIKE * _largest(mean), mean, _DIVERGES)
+        found[name] = torch.where(inside.any(0), agreed, _OUTSIDE)
     return found
 
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -55,7 +56,8 @@ class Verifier:
     """A verifier of the written changes of one step, which shares the runs that they are compared with.
 
     `guilty` are the samples to blame, () if unknown; `random`: random numbers are drawn; `trusts_fp32`: no float64 run.
-    `meaning` is that of the step with gradients.
+    `meaning` is that of the step with gradients, as are its `trials`. Where values are enough, `search_trials` have
+    them: those of the search, which look at the forward alone if that failed, and know the unchanged step already.
     """
 
     def __init__(
@@ -228,38 +230,47 @@ def _judge_gradients(proof: Proof) -> Said:
 
 def _judge_direction(proof: Proof) -> Said | None:
     """Refuse a change with which a gradient points the other way than the unchanged formula's, or is lost."""
-    meaning = proof.verifier.meaning
-    if meaning.directed is None:
+    meaning, where = proof.verifier.meaning, "float64" if proof.trials.numerics else "fp32"
+    if (meant := meaning.directed) is None:
         return None
-    for name, error, how in _list_misdirected(proof, meaning.directed):
+    for name, error in chain(_misdirected_as_it_ran(proof, meant), _misdirected_in_fp32(proof, meant)):
         if not meaning.is_rounding(name, error):
+            far = "points the other way than" if math.isinf(error) else f"is {percent(error)} off"
+            how = f"{far} the formula's in {where}"
             return Said("failed", f"that of `{name}` {how}", replaces=f"the gradient of `{name}` then {how}")
     return None
 
 
-def _list_misdirected(proof: Proof, meant: Result) -> Iterator[tuple[str, float, str]]:
-    """Yield the parameter whose gradient is turned round, and those whose gradients are off, and how far.
+def _misdirected_as_it_ran(proof: Proof, meant: Result) -> Iterator[tuple[str, float]]:
+    """Yield the parameter whose gradient is turned round, at Inf, and those that are further off than sound ones.
+
+    What half precision costs is known from the samples that were fine.
+    """
+    if (name := reversed_gradient(proof.made, meant)) is not None:
+        yield name, math.inf
+    if not proof.trials.numerics and proof.verifier.healthy:
+        for name, error in gradient_errors(proof.made, meant).items():
+            if error > GRADIENT_TOLERANCE and error > 2 * proof.verifier.gradients.own_error:
+                yield name, error
+
+
+def _misdirected_in_fp32(proof: Proof, meant: Result) -> Iterator[tuple[str, float]]:
+    """Yield the same of the change in fp32: what it does itself is not mixed with what half precision rounds off.
 
     One that the unchanged step in fp32 has just as far off is the same with the change: the failure does not reach it.
     """
-    numerics, where = proof.trials.numerics, "float64" if proof.trials.numerics else "fp32"
-    if (name := reversed_gradient(proof.made, meant)) is not None:
-        yield name, math.inf, f"points the other way than the formula's in {where}"
-    for name, error in gradient_errors(proof.made, meant).items() if not numerics and proof.verifier.healthy else ():
-        if error > GRADIENT_TOLERANCE and error > 2 * proof.verifier.gradients.own_error:
-            yield name, error, f"is {percent(error)} off the formula's in {where}"
+    numerics = proof.trials.numerics
     is_same_formula = only_widens(proof.edit) or proof.written.kind == "setting"
     if not meant.finite or (is_same_formula and not numerics):
         return
-    # In fp32, what the change itself does to a gradient is not mixed with what half precision rounds off.
     changed, least = proof.trials.reference(proof.change), LEAST if numerics else LEAST_IN_FP32
     if (name := reversed_gradient(changed, meant, least=least)) is not None:
-        yield name, math.inf, f"points the other way than the formula's in {where}"
+        yield name, math.inf
     before = gradient_errors(proof.trials.reference(), meant) if numerics else {}
     for name, error in gradient_errors(changed, meant, least=least).items():
         was = before.get(name, math.nan)
         if error > VISIBLE and not was >= error / 2:  # NaN where the unchanged one is not finite
-            yield name, error, f"is {percent(error)} off the formula's in {where}"
+            yield name, error
 
 
 def _judge_limit(proof: Proof) -> Said | None:
@@ -434,10 +445,9 @@ def _judge_alone(proof: Proof) -> Said:
 def _judge_variation(name: str, proof: Proof) -> Said:
     """Judge a variation combined with others; if that does not pass, by itself on the whole batch."""
     batches = proof.verifier.others
-    for tried in batches.first_tries(name, widens=only_widens(proof.edit)):
-        said = [_judge_on(proof, batches.joined[names]) for names in tried]
-        if all(one.status == "passed" for one in said) and _AS_FP32 not in said:
-            return Said("passed", said[-1].text, batches.few)
+    said = _judge_on(proof, batches.joined.get(name))
+    if said.status == "passed" and said != _AS_FP32:
+        return said._replace(samples=batches.few)
     return _judge_on(proof, batches.variations[name])
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
-from itertools import takewhile
+from itertools import chain, takewhile
 
 from nandoctor.causes.base import Candidate, list_behind, list_makers, list_sources
 from nandoctor.changes.clamp import ClampArgument
@@ -29,8 +29,7 @@ from nandoctor.evidence.report import (
     Report,
     TrialOutcome,
 )
-from nandoctor.evidence.trace import SourceLine, Trace
-from nandoctor.fixes.agreement import TOLERANCE
+from nandoctor.evidence.trace import Trace
 from nandoctor.fixes.candidates import (
     by_lines,
     cost_of,
@@ -58,7 +57,6 @@ _EPS_LOST = "optimizer-eps-underflow"
 _LARGEST_NEAR = 2.0**20  # fp32's rounding error there is at most 1/16
 _CLAMPED = 8
 """The size of a clamp or guard that replaces values which are sound in fp32."""
-_VISIBLE = TOLERANCE / 2  # a change that is so far off may be one for the next strength
 
 
 def search_fixes(report: Report, step: FailingStep, findings: Findings, budget: TrialBudget) -> Report:
@@ -107,14 +105,19 @@ def _rank(tried: list[Fix], from_fp32_sets: list[Fix], findings: Findings) -> li
     Then come fixes that leave the origin as it is: they help because an input happens to arrive in fp32. Workarounds
     follow, and what failed. Among changes of one size, the smaller error is better.
     """
-
-    def key(item: Fix) -> tuple[bool, bool, bool, bool, bool, int, float]:
-        size = _size(item.edit, findings)
-        is_workaround, elsewhere = item.workaround is not None, _is_only_upstream(item.edit, findings)
-        place = elsewhere, size >= WHOLE, item.patch not in at_origin or _replaces_sound(item.edit, findings)
-        return not item.verified, not is_workaround, *place, size, distance_of(item)
-
     at_origin = {item.patch for item in tried}
+
+    def key(item: Fix) -> tuple[list[bool], int, float]:
+        size = _size(item.edit, findings)
+        is_better = (
+            item.verified,
+            item.workaround is not None,
+            not _is_only_upstream(item.edit, findings),
+            size < WHOLE,
+            item.patch in at_origin and not _replaces_sound(item.edit, findings),
+        )
+        return [not one for one in is_better], size, distance_of(item)
+
     return sorted(_distinct([*from_fp32_sets, *tried]), key=key)
 
 
@@ -168,9 +171,8 @@ class _Search:
     def __init__(self, step: FailingStep, findings: Findings, budget: TrialBudget) -> None:
         self._step, self._findings, self._budget = step, findings, budget
         numerics = not (findings.sound_in_fp32 or findings.verdict == "loss-scale")
-        fails = findings.trace.raised is None and not findings.trace.finite and findings.reference.finite
         # If the forward fails, the search looks at it alone.
-        self._trials = Trials(step, budget, numerics=numerics, backward=findings.trace.finite, fails=fails)
+        self._trials = Trials(step, budget, numerics=numerics, backward=findings.trace.finite)
         self._guilty = findings.guilty or ()
         self._writer = ChangeWriter(
             step.model, step.loss, findings.ops, findings.inside, device=step.mode.autocast_device
@@ -359,33 +361,23 @@ class _Search:
         self._step.progress.searched(self._budget.num_run, self._budget.max_trials, best)
 
     def _try(self, candidate: Candidate) -> list[Fix]:
-        """Return the first strength of a change that passes as printed text, else the nearest one.
-
-        One that is visibly off what the formula gives is returned only if no other strength is nearer.
-        """
-        tried, waiting, best = list[Fix](), list(candidate), None
-        for edit in waiting:  # it grows
-            try:
-                made = self._try_strength(edit, best)
-            except (BudgetSpent, KeyboardInterrupt):
-                self._tried += [best] if best is not None else []
-                raise
-            if made is None:
-                continue
-            tried.append(made)
-            if made.verified and self._trials.numerics and distance_of(made) > _VISIBLE:
-                best = made
-            elif made.verified or (made.workaround is not None and self._verifier.meaning.is_lacking):
+        """Return the first strength of a change that passes as printed text, else the nearest one."""
+        tried = list[Fix]()
+        for made in chain.from_iterable(map(self._try_filled, candidate)):
+            if made.verified or (made.workaround is not None and self._verifier.meaning.is_lacking):
                 return [made]
-            elif made.workaround is not None and isinstance(edit, GuardArgument) and edit in candidate:
-                filled = replace(edit, fill=self._verifier.meaning.find_fill(edit))
-                waiting += [] if filled in waiting else [filled]
+            tried.append(made)
+        return [self._as_workaround(min(tried, key=_shortfall))] if tried else []
 
-        def key(fix: Fix) -> tuple[bool, bool, bool, bool, float]:
-            distance = distance_of(fix) if fix.workaround is None else 0.0
-            return not fix.verified, fix.workaround is None, math.isinf(distance), fix.kind == "advice", distance
-
-        return [self._as_workaround(fix) for fix in sorted(tried, key=key)[:1]]
+    def _try_filled(self, edit: Edit) -> Iterator[Fix]:
+        """Yield a change as it was tried; after a guard that is a workaround also that with the formula's limit."""
+        if (made := self._try_strength(edit)) is None:
+            return
+        yield made
+        if made.workaround is not None and isinstance(edit, GuardArgument):
+            filled = replace(edit, fill=self._verifier.meaning.find_fill(edit))
+            if filled != edit and (again := self._try_strength(filled)) is not None:
+                yield again
 
     def _as_workaround(self, fix: Fix) -> Fix:
         """Return a change that is finite but off what the formula gives with all checks: it replaces something."""
@@ -396,8 +388,8 @@ class _Search:
             return _make_fix(fix.edit, written, *self._verifier.verify(written, fix.edit))
         return fix
 
-    def _try_strength(self, edit: Edit, best: Fix | None) -> Fix | None:
-        """Run a change, and its texts up to one that passes; None for one without a text, or no nearer than the `best`.
+    def _try_strength(self, edit: Edit) -> Fix | None:
+        """Run a change, and its texts up to one that passes; None for one without a text.
 
         If fp32 is sound, the text is run without a probe: its output shows a failure as soon as a probe's would.
         """
@@ -405,15 +397,13 @@ class _Search:
         if not written and isinstance(edit, Together):  # the place of one may be in a library; another may do for both
             ours = [single for single in edit.edits if any(self._writer.write(single))]
             if 0 < len(ours) < len(edit.edits):
-                return self._try_strength(join(ours), best)
+                return self._try_strength(join(ours))
         if not written and is_text_alone(edit):
             return None
         if (self._trials.numerics and not is_text_alone(edit)) or not written:
             probe = self._trials.judge(edit)
             advice = WrittenChange(kind="advice", title=write_title(edit), text="")
             made = _make_fix(edit, next(iter(written), advice), replace(probe, passes=False), ())
-            if best is not None and not (probe.passes and distance_of(made) < distance_of(best) / 2):
-                return None
             written = written if probe.passes or isinstance(edit, KeepOp) else []
         for text in written:
             proof, checks = self._verifier.verify(text, edit)
@@ -425,6 +415,12 @@ class _Search:
             if proof.passes or (fails_at_once and not isinstance(edit, KeepOp)):
                 break
         return made
+
+
+def _shortfall(fix: Fix) -> tuple[bool, bool, bool, float]:
+    """Return a key that is least for a workaround, then for what is finite, then for a text, then for the nearest."""
+    distance = distance_of(fix) if fix.workaround is None else 0.0
+    return fix.workaround is None, math.isinf(distance), fix.kind == "advice", distance
 
 
 def _make_fix(edit: Edit, written: WrittenChange, proof: Judgement, checks: tuple[Check, ...]) -> Fix:
@@ -446,7 +442,7 @@ def _make_fix(edit: Edit, written: WrittenChange, proof: Judgement, checks: tupl
 
 
 def _distinct(tried: Iterable[Fix]) -> list[Fix]:
-    """Drop duplicates, and changes of which a part is enough: further edits, or a whole line in fp32.
+    """Drop duplicates, and changes of which a part is enough.
 
     Of those that failed, one of each title is kept: two expressions of a line have the same.
     """
@@ -458,15 +454,7 @@ def _distinct(tried: Iterable[Fix]) -> list[Fix]:
             found[key] = item
     distinct = list(found.values())
     enough = [set(flatten((item.edit,))) for item in distinct if item.verified]
-    distinct = [item for item in distinct if not any(edits < set(flatten((item.edit,))) for edits in enough)]
-    whole = [item for item in distinct if isinstance(item.edit, KeepOp) and item.edit.is_line]
-    parts = {_line_in_fp32(item) for item in distinct if item.verified and item not in whole} - {None}
-    return [item for item in distinct if not (item in whole and _line_in_fp32(item) in parts)]
-
-
-def _line_in_fp32(fix: Fix) -> SourceLine | None:
-    source = fix.edit.site.source if isinstance(fix.edit, KeepOp) else None
-    return source.whole if source is not None else None
+    return [item for item in distinct if not any(edits < set(flatten((item.edit,))) for edits in enough)]
 
 
 def _size(edit: Edit, findings: Findings) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -58,7 +58,7 @@ VARIATIONS: Mapping[str, Callable[[Call], Call | None]] = {
 """By name, functions that return a call for which a fix has to work as well, or None if this one has no such one."""
 OTHER_SEED = "other seed"
 NEARLY_THE_SAME = ("samples in another order", "small noise on the inputs", OTHER_SEED)
-"""Those that hardly change the values; they are combined in one run, and with each of the others."""
+"""Those that hardly change the values; they are combined in one run, and with each of `SCALED`."""
 SCALED = ("inputs halved", "inputs doubled")
 
 
@@ -149,25 +149,18 @@ class OtherBatches:
         return {name: self._varied((name,), self.trials.step) for name in (*VARIATIONS, OTHER_SEED)}
 
     @cached_property
-    def joined(self) -> Mapping[tuple[str, ...], Trials | None]:
-        """Combined variations, on a few samples: all that hardly change the values, alone and with each scaling."""
+    def joined(self) -> Mapping[str, Trials | None]:
+        """By the name of a variation that applies, the trials of it along with all that hardly change the values.
+
+        They are on a few samples. What passes there need not be run by itself.
+        """
         alike = tuple(name for name in NEARLY_THE_SAME if self.variations[name] is not None)
-        scaled = ((name, *alike) for name in SCALED if self.variations[name] is not None)
-        # Scale first: flags of 0 and 1 are not scaled, and noise would disguise them.
         step = self.trials.step
         few = step if self.few is None else replace(step, call=step.call.on_samples(self.few))
-        return {names: self._varied(names, few) for names in (alike, *scaled)}
-
-    def first_tries(self, name: str, *, widens: bool) -> Iterator[list[tuple[str, ...]]]:
-        """Yield tries, each of combined variations, to run before one by itself; it is settled if all of a try pass.
-
-        A change that only `widens` formats can fail only because of the size of values: if small changes do no harm at
-        half and at double the size, they do none at the original size. This is not true of a guard around 1, say.
-        """
-        scaled = [names for names in self.joined if name in names and names[0] in SCALED]
-        if len(scaled) == (1 if name in SCALED else len(SCALED)) and (widens or name in SCALED):
-            yield scaled
-        yield from ([names] for names in self.joined if name in names and names not in scaled)
+        found = dict.fromkeys(alike, self._varied(alike, few))
+        # Scale first: flags of 0 and 1 are not scaled, and noise would disguise them.
+        scaled = (name for name in SCALED if self.variations[name] is not None)
+        return found | {name: self._varied((name, *alike), few) for name in scaled}
 
     def _varied(self, names: Iterable[str], step: FailingStep) -> Trials | None:
         """Return the trials of a step varied in all of these ways; None if one of them does not apply."""

@@ -25,7 +25,7 @@ DEGREES = "inverse = (x.abs() @ x.abs().t()).float().sum(1).pow(-0.5); return in
 def fixes(body, x, project):
     project.write(body.replace("; ", "\n").replace("POWERS", "torch.exp(self.lift(x))"), layers=EYE)
     project.save(x=torch.tensor(x))
-    return project.replay(max_trials=60).fixes
+    return project.replay(max_trials=100).fixes
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def patched(project):
         loss = "return (output.float() * torch.arange(1.0, output.shape[-1] + 1)).mean()"
         project.write(f"h = self.lift(x)\n{body}", layers=EYE, loss=loss)
         project.save(x=torch.tensor(x))
-        report = project.replay(max_trials=60)
+        report = project.replay(max_trials=100)
         fix = report.fixes[0]
         assert (fix.verified or fix.workaround is not None, fix.kind) == (True, "source"), report.headline
         project.apply(fix)
