@@ -37,7 +37,12 @@ def hidden_by_the_lowest_number(h, x):
     return (lowest + (h - 100)).softmax(-1)
 
 
-for mask, op in ((hidden_by_a_product, "mul"), (hidden_by_the_lowest_number, "add")):
+def hidden_by_a_choice(h, x):
+    scores = torch.where(FIRST, -1e9, h @ h.mT)
+    return scores.softmax(-1)
+
+
+for mask, op in ((hidden_by_a_product, "mul"), (hidden_by_the_lowest_number, "add"), (hidden_by_a_choice, "where")):
     rows.lifted(f"precision . {op} mask-constant-overflow", BATCH)(mask)
 
 
