@@ -43,7 +43,7 @@ def hidden_by_a_choice(h, x):
 
 
 for mask, op in ((hidden_by_a_product, "mul"), (hidden_by_the_lowest_number, "add"), (hidden_by_a_choice, "where")):
-    rows.lifted(f"precision . {op} mask-constant-overflow", BATCH)(mask)
+    rows.lifted(f"precision . {op} mask-constant-overflow", BATCH, fix="verified *")(mask)
 
 
 @rows.lifted("precision . sqrt eps-underflow", BATCH, phase="backward", loss=mean)
