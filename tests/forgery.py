@@ -3,10 +3,11 @@
 In: what the stranger puts into a dump. Out: files below the working directory.
 """
 
-import hashlib
 from pathlib import Path
 
 import torch
+
+from nandoctor.source_files import hash_of
 
 CODE = """
 import os
@@ -64,10 +65,6 @@ def make_project(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "train.py").write_text(CODE)
     return folder
-
-
-def hash_of(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def contents(folder: Path, *, width: int = 3, **changes) -> dict:

@@ -201,10 +201,7 @@ def test_several_files_are_written_and_named_on_standard_error(workplace):
         (["replay"], "Missing argument 'DUMP'"),
         (["replay", "sick.pth", "--mdoel", "x"], "No such option"),
         (["replay", "sick.pth", "--amp-dtype", "fp16"], "'fp16' is not one of 'float16', 'bfloat16'"),
-        (["replay", "sick.pth", "--policy", "gpu"], "'gpu' is not one of 'cuda', 'native'"),
-        (["replay", "sick.pth", "--mode", "test"], "'test' is not one of 'train', 'eval'"),
         (["replay", "sick.pth", "--seed", "x"], "'x' is not a valid integer"),
-        (["replay", "sick.pth", "--loss-scale", "x"], "Invalid value for '--loss-scale': 'x' is not a valid float"),
         (["replay", "sick.pth", "--loss-scale", "0"], "'--loss-scale': loss_scale cannot be 0.0"),
         (["replay", "sick.pth", "--max-trials", "-1"], "'--max-trials': max_trials cannot be -1"),
         (["replay", "sick.pth", "--time", "nan"], "'--time': time cannot be nan"),
@@ -215,7 +212,6 @@ def test_several_files_are_written_and_named_on_standard_error(workplace):
         (["fix", "sick.pth", "--no-fixes"], "No such option '--no-fixes'"),
         (["repro", "sick.pth", "-o", "nowhere/repro.py"], "There is no folder nowhere"),
         (["replay", *WELL, "--model-arg", "width"], "'width' is not K=V"),
-        (["replay", *WELL, "--model-arg", "=3"], "'=3' is not K=V"),
         (
             ["replay", *SICK, "-o", "report.txt"],
             "report.txt: unknown ending; use .html, .md, .json, .png, .svg or .pdf",
@@ -241,7 +237,6 @@ def test_wrong_usage_is_told_before_anything_runs(arguments, message):
         (["replay", "sik.pth"], "Check the path; a relative one starts here."),
         (["replay", "models_of_the_test.py"], "models_of_the_test.py"),
         (["inspect", "nowhere.pth"], "nowhere.pth"),
-        (["plot", "nowhere.pth"], "nowhere.pth"),
         (["replay", "sick.pth"], "not the model's code"),
         (
             ["replay", "sick.pth", "--model", "models_of_the_test.py"],

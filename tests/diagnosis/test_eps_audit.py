@@ -21,11 +21,8 @@ def audited(function):
 @pytest.mark.parametrize(
     ("function", "op", "value"),
     [
-        (lambda x, _: x / (x.abs() + 1e-8), "add", 1e-8),
-        (lambda x, _: x / x.abs().clamp(min=1e-8), "clamp", 1e-8),
         (lambda x, _: x / torch.maximum(x.abs(), torch.tensor(1e-8)), "maximum", 1e-8),
         (lambda x, _: x / x.masked_fill(x == 0, 1e-8), "masked_fill", 1e-8),
-        (lambda x, _: torch.log(torch.where(x > 0, x, 1e-8)), "where", 1e-8),
         (lambda x, _: F.pairwise_distance(x, x, eps=1e-8), "pairwise_distance", 1e-8),
     ],
 )

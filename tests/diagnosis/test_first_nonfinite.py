@@ -21,21 +21,6 @@ BEHIND_MASK = trace(*MASKED[:2], call("softmax", 3, 4, inputs=(MASK,), outputs=(
 
 PLACES = {
     "nothing": (HEALTHY, HEALTHY, None),
-    "the output of a module": (
-        trace(call("", 0, 5, **MADE), call("first", 1, 2, outputs=(GOOD, NONFINITE)), call("last", 3, 4, **SEEN)),
-        HEALTHY,
-        ("output", "first", None),
-    ),
-    "an inner module, which returns before the one around it": (
-        trace(call("", 0, 5, **MADE), call("a", 1, 4, **MADE), call("a.b", 2, 3, **MADE)),
-        HEALTHY,
-        ("output", "a.b", None),
-    ),
-    "a value between modules, of the outer forward": (
-        trace(call("", 0, 7), call("a", 1, 6), call("a.b", 2, 3), call("a.c", 4, 5, **SEEN, **MADE)),
-        HEALTHY,
-        ("between", "a", "a.c"),
-    ),
     "the root before its first module": (
         trace(call("", 0, 3), call("a", 1, 2, **SEEN)),
         HEALTHY,
@@ -93,13 +78,6 @@ def test_the_first_place(kind):
     found = find_first(sick, healthy)
     assert (found and place(found)) == expected
     assert found is None or found.value is not GOOD
-
-
-def test_the_call_around_a_repeated_call_is_the_parent():
-    again = {"number": 1}
-    calls = (call("", 0, 9), call("a", 1, 4), call("a.b", 2, 3), call("a", 5, 8, **again))
-    assert find_first(trace(*calls, call("a.b", 6, 7, **again, **MADE))).place.key == ("a.b", 1)
-    assert find_first(trace(*calls, call("a.b", 6, 7, **again, **SEEN))).place.key == ("a", 1)
 
 
 @pytest.mark.parametrize(

@@ -101,11 +101,6 @@ STEPS = {
         "return torch.where(h > 0, torch.sqrt(h), torch.zeros_like(h))",
         "return torch.where(h > 0, torch.sqrt(torch.where(h > 0, h, 1.0)), torch.zeros_like(h))",
     ),
-    "masked fill": guarded(
-        "return torch.log(h).masked_fill(h <= 0, 0.0)",
-        "return torch.log(torch.where(h <= 0, 1.0, h)).masked_fill(h <= 0, 0.0)",
-        is_quick=False,
-    ),
     "nan to num": guarded(
         "return (h / h.sum(-1, keepdim=True)).nan_to_num()",
         "guarded = h.sum(-1, keepdim=True)",
@@ -127,10 +122,6 @@ STEPS = {
         "1 / distance",
         "near = torch.where(distance == 0, 0.0, 1 / torch.where(distance == 0, 1.0, distance))",
         is_quick=True,
-    ),
-    "reciprocal": hidden(
-        "torch.reciprocal(distance)",
-        "near = torch.where(distance == 0, 0.0, torch.reciprocal(torch.where(distance == 0, 1.0, distance)))",
     ),
     "log": hidden("-distance.log()", "near = -distance.clamp(min=1e-12).log()", cause="log-of-zero"),
     "it fits again at once": in_half(

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from nandoctor.dumps.dump import Dump
-from nandoctor.errors import ModelError
 from nandoctor.pipeline import replay_dump
 from nandoctor.step.settings import Settings
 from nandoctor.tracing.tensor_stats import walk_tensors
@@ -25,19 +24,14 @@ with mock.patch("torch.backends.disable_global_flags"):
 NUM_INPUTS = 4
 """Of each module, spread evenly: one loss alone has 857, the same few with every set of options."""
 
-REFUSED = ("nn.BCELoss",)
-"""CUDA's autocast raises here, and so does its emulation."""
+CHOSEN = [info for info in module_db if info.name != "nn.BCELoss"]
+"""All but what CUDA's autocast refuses (see `test_banned_entries`)."""
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),  # torch remarks on some of its own inputs
     pytest.mark.parametrize("training", [True, False], ids=["train", "eval"]),
 ]
-
-
-def modules(*, refused):
-    chosen = [info for info in module_db if (info.name in REFUSED) is refused]
-    return pytest.mark.parametrize("info", chosen, ids=[info.name for info in chosen])
 
 
 def module_inputs(info, training):
@@ -72,7 +66,7 @@ def plain_verdict(module, call):
     return "healthy" if all(bool(torch.isfinite(tensor).all()) for tensor in tensors) else "numerics"
 
 
-@modules(refused=False)
+@pytest.mark.parametrize("info", CHOSEN, ids=[info.name for info in CHOSEN])
 def test_a_module_is_as_healthy_as_in_plain_fp32(info, training):
     for module_input in module_inputs(info, training):
         module, call = prepare(info, module_input, training)
@@ -81,10 +75,3 @@ def test_a_module_is_as_healthy_as_in_plain_fp32(info, training):
         except RuntimeError:
             continue  # the database has inputs for other dtypes: torch itself refuses them
         assert replay(module, call, training).verdict == expected, module_input.desc
-
-
-@modules(refused=True)
-def test_what_cuda_refuses_is_refused(info, training):
-    for module_input in module_inputs(info, training):
-        with pytest.raises(ModelError, match="unsafe to autocast"):
-            replay(*prepare(info, module_input, training), training)

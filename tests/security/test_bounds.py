@@ -50,10 +50,6 @@ BOMBS = {
         lambda f: forge.archive(b"}")[:-10] + (1 << 31).to_bytes(4, "little") + bytes(6),
         "zip directory claims 2,147,483,648 bytes",
     ),
-    "a pickle beside the pickle": (
-        lambda f: forge.archive(b"}", extra=[("dump/DATA.PKL", b"\x80\x02]" + b"(" * 100 + b".")]),
-        "occurs twice",
-    ),
     "a tensor of 65 dimensions": (lambda f: recorded(f, batch=torch.ones((1,) * 65)), "maximum supported dimension"),
 }
 

@@ -6,13 +6,14 @@ import sys
 import forge
 import pytest
 import torch
-from forgery import CODE, canaries, contents, hash_of, make_project
+from forgery import CODE, canaries, contents, make_project
 
 from nandoctor.case import replay, repro
 from nandoctor.dumps.dump import summarize
 from nandoctor.dumps.reader import read_dump
 from nandoctor.dumps.writer import write_dump
 from nandoctor.errors import DumpError, NanDoctorError
+from nandoctor.source_files import hash_of
 
 TOOLS = ".venv/lib/python3/site-packages/tools.py"
 

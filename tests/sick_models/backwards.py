@@ -13,25 +13,6 @@ from torch.autograd import Function
 from sick_models.case import Batch, case, rand, randn, scaled, seeded
 
 
-class LongMemory(nn.Module):
-    """A tanh recurrence over nearly silent input: the state stays small, its gradient doubles at every step."""
-
-    def __init__(self, radius: float) -> None:
-        super().__init__()
-        self.hear = nn.Linear(4, 16, bias=False)
-        self.recur = nn.Linear(16, 16, bias=False)
-        self.read = nn.Linear(16, 2)
-        with torch.no_grad():
-            nn.init.orthogonal_(self.recur.weight).mul_(radius)
-
-    def forward(self, signal: Tensor) -> Tensor:
-        state = torch.tanh(self.hear(signal[:, 0]))
-        for step in range(1, signal.shape[1]):
-            memory = self.recur(state)
-            state = torch.tanh(memory + self.hear(signal[:, step]))
-        return self.read(state)
-
-
 def classes(output: Tensor, batch: Batch) -> Tensor:
     return F.cross_entropy(output, batch["label"])
 
@@ -135,15 +116,6 @@ def bicycles() -> Batch:
 
 
 CASES = (
-    case(
-        "gradient/long-memory",
-        seeded(LongMemory, radius=2.0),
-        lambda: {"signal": 1e-9 * randn(3, 26, 4), "label": torch.tensor([0, 1, 0])},
-        "precision recur linear gradient-overflow",
-        loss=classes,
-        line="memory = self.recur(state)",
-        repair={"build": seeded(LongMemory, radius=1.0)},
-    ),
     case(
         "gradient/small-denominator",
         seeded(PatchMixer, small=2e-6),

@@ -6,7 +6,7 @@ In: nothing. Out: `HEALTHY`, cases with nothing to blame.
 import torch
 from torch import Tensor, nn
 
-from sick_models.case import Batch, Case, by_name, rand, randn, scaled, seeded
+from sick_models.case import Batch, Case, by_name, rand, scaled, seeded
 
 
 class CausalReader(nn.Module):
@@ -46,23 +46,9 @@ class JustFits(nn.Module):
         return {"map": self.head(self.norm(torch.cat([self.loud(image), clipped], dim=1)))}
 
 
-class Masterpiece(nn.Module):
-    """A plain network with nothing special: a false alarm here has no excuse."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2))
-        self.body = nn.Sequential(nn.Flatten(), nn.Linear(72, 16), nn.GELU(), nn.Dropout(0.2))
-        self.head = nn.Linear(16, 5)
-
-    def forward(self, image: Tensor) -> Tensor:
-        return self.head(self.body(self.stem(image)))
-
-
 _MODELS = {
     "causal-reader": (CausalReader, lambda: {"tokens": torch.tensor([[1, 2, 3, 4, 0, 0], [5, 6, 7, 8, 9, 10]])}),
     "just-fits": (JustFits, lambda: {"image": rand(2, 1, 8, 8)}),
-    "masterpiece": (Masterpiece, lambda: {"image": randn(4, 3, 8, 8)}),
 }
 """What is built, and its batch."""
 

@@ -38,34 +38,6 @@ class MotorMonitor(nn.Module):
         return {"fault": self.fault(self.moments(self.filter(inputs["vibration"])))}
 
 
-class Angle(nn.Module):
-    """The angle between unit vectors; a margin that is enough for the rounding of fp32 is not for that of fp16."""
-
-    def __init__(self, limit: float) -> None:
-        super().__init__()
-        self.limit = limit
-
-    def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        cosine = left @ right.transpose(-2, -1)
-        return torch.acos(cosine.clamp(-self.limit, self.limit) * 0.9999)
-
-
-class SoundSource(nn.Module):
-    """Recordings [batch, 40] against known ones [places, 40] -> angles [batch, places] between their directions."""
-
-    def __init__(self, limit: float) -> None:
-        super().__init__()
-        self.embed = nn.Sequential(nn.Linear(40, 32), nn.Tanh(), nn.Linear(32, 3))
-        self.angle = Angle(limit)
-
-    def forward(self, recording: Tensor, known: Tensor) -> Tensor:
-        return self.angle(self.direction(recording), self.direction(known))
-
-    def direction(self, sound: Tensor) -> Tensor:
-        x = self.embed(sound)
-        return x / x.norm(dim=-1, keepdim=True).type_as(x)
-
-
 class SlopedAttention(nn.Module):
     """A -inf causal buffer, meant and innocent, multiplied by a learned gate per head; a gate of zero spoils it."""
 
@@ -97,11 +69,6 @@ class MusicModel(nn.Module):
         return self.head(self.blend(self.notes(notes)))
 
 
-def the_same_recordings() -> Batch:
-    known = randn(40, 40)
-    return {"recording": known.clone(), "known": known}
-
-
 CASES = (
     case(
         "domain/one-pass-variance",
@@ -110,14 +77,6 @@ CASES = (
         "precision moments sqrt invalid-domain",
         line="torch.cat([mean, torch.sqrt(spread)], dim=-1)",
         repair={"build": seeded(MotorMonitor, two_pass=True)},
-    ),
-    case(
-        "domain/angle-with-itself",
-        seeded(SoundSource, limit=2.0),
-        the_same_recordings,
-        "precision angle acos invalid-domain",
-        line="torch.acos(cosine.clamp(-self.limit, self.limit)",
-        repair={"build": seeded(SoundSource, limit=0.999)},
     ),
     case(
         "form/gated-mask",

@@ -7,31 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sick_models.case import Batch, biased, case, rand, randn, scaled, seeded
-
-
-class HandSoftplus(nn.Module):
-    """log(1 + exp(x)), as the formula says, or as torch does it."""
-
-    def __init__(self, *, stable: bool) -> None:
-        super().__init__()
-        self.stable = stable
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.softplus(x) if self.stable else torch.log(1 + torch.exp(x))
-
-
-class RateModel(nn.Module):
-    """Counts per hour from a table [batch, 6]; the same positive function serves both of its ends."""
-
-    def __init__(self, *, stable: bool) -> None:
-        super().__init__()
-        self.positive = HandSoftplus(stable=stable)
-        self.early = nn.Linear(6, 12)
-        self.late = biased(nn.Linear(12, 1), 140.0)
-
-    def forward(self, table: Tensor) -> Tensor:
-        return self.positive(self.late(self.positive(self.early(table))))
+from sick_models.case import Batch, case, rand, randn, scaled, seeded
 
 
 class Contrast(nn.Module):
@@ -68,14 +44,6 @@ def hand_written_cross_entropy(output: Batch, batch: Batch) -> Tensor:
 
 
 CASES = (
-    case(
-        "exponential/softplus-by-hand",
-        seeded(RateModel, stable=False),
-        lambda: {"table": randn(4, 6)},
-        "numerics positive exp exp-overflow",
-        line="torch.log(1 + torch.exp(x))",
-        repair={"build": seeded(RateModel, stable=True)},
-    ),
     case(
         "exponential/temperature",
         seeded(Contrast, logit_scale=12.5),

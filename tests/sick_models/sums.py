@@ -24,37 +24,6 @@ class Microscope(nn.Module):
         return self.head(self.body(self.norm(self.stem(counts))))
 
 
-class KernelAttention(nn.Module):
-    """Linear attention with the kernel elu + 1: sums over every position before it normalises."""
-
-    def __init__(self, width: int, *, mean_first: bool) -> None:
-        super().__init__()
-        self.query = nn.Linear(width, width)
-        self.key = biased(nn.Linear(width, width), 12.0)
-        self.value = biased(nn.Linear(width, width), 12.0)
-        self.mean_first = mean_first
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = F.elu(self.query(x)) + 1, F.elu(self.key(x)) + 1, self.value(x)
-        if self.mean_first:
-            key = key / x.shape[1]
-        context = key.transpose(-2, -1) @ value
-        weight = query @ key.sum(dim=1).unsqueeze(-1)
-        return (query @ context) / weight
-
-
-class LongReader(nn.Module):
-    """Sequences [batch, 640, 16] -> [batch, 16]."""
-
-    def __init__(self, *, mean_first: bool) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(16)
-        self.blend = KernelAttention(16, mean_first=mean_first)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blend(self.norm(x)).mean(dim=1)
-
-
 class Neighbours(nn.Module):
     """Sums the messages that arrive at each node; a hub receives from everybody."""
 
@@ -101,15 +70,6 @@ CASES = (
         "precision stem conv2d input-cast-overflow",
         line="self.body(self.norm(self.stem(counts)))",
         repair={"batch": lambda: {"counts": rand(2, 1, 20, 20)}},
-    ),
-    case(
-        "long-sum/linear-attention",
-        seeded(LongReader, mean_first=False),
-        lambda: {"x": randn(2, 640, 16)},
-        "precision blend matmul reduction-overflow",
-        line="key.transpose(-2, -1) @ value",
-        near_causes=("matmul-overflow",),
-        repair={"build": seeded(LongReader, mean_first=True)},
     ),
     case(
         "long-sum/graph-hub",

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import os
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -14,15 +13,9 @@ from nandoctor.step.settings import OPTIONS, Settings, check_setting, override, 
 
 
 @pytest.fixture
-def project(tmp_path):
+def project(write):
     """Writes a pyproject.toml in a folder under the test's own, and returns the folder."""
-
-    def write(text, folder="."):
-        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
-        (tmp_path / folder / "pyproject.toml").write_text(textwrap.dedent(text))
-        return tmp_path / folder
-
-    return write
+    return lambda text, folder=".": write(f"{folder}/pyproject.toml", text).parent
 
 
 EVERY = {

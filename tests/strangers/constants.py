@@ -1,8 +1,6 @@
 """Small constants count by what they guard, whatever they are called, wherever they are kept, or beside one."""
 
 import dataclasses
-import enum
-import types
 from functools import partial
 
 import pytest
@@ -21,17 +19,12 @@ class Config:
     stability: float = 1e-12
 
 
-class Tiny(enum.Enum):
-    VALUE = 1e-12
-
-
 class Base(nn.Module):
     floor = 1e-12
 
     def __init__(self):
         super().__init__()
         self.entry, self.tol, self.config = nn.Linear(8, 8), 1e-12, Config()
-        self.options = types.SimpleNamespace(inner={"z": 1e-12})
 
     def forward(self, x):
         h = self.entry(x) * 0
@@ -44,8 +37,6 @@ GUARDS = {
     "dataclass": lambda self, h: h / torch.sqrt(h.half() + self.config.stability),
     "global": lambda self, h: h * torch.rsqrt(h.half() + SMALL).to(h.dtype),
     "default": lambda self, h, small=1e-12: (h.abs() + small) ** -0.5,
-    "enum": lambda self, h: h / (h + Tiny.VALUE.value),
-    "nested": lambda self, h: h / h.abs().add(self.options.inner["z"]),
     "filled": lambda self, h: 1 / torch.where(h == 0, torch.full_like(h, SMALL), h),
 }
 NARROWED = {

@@ -31,6 +31,7 @@ Adam, SGD = torch.optim.Adam, torch.optim.SGD
 @rows(
     "* * * optimizer-eps-underflow", after_step(Adam, eps=0.0), says=("The optimizer's eps is 0, so",), name="eps of 0"
 )
+@rows("* * * optimizer-eps-underflow", after_step(torch.optim.RMSprop), torch.half, name="RMSprop")
 @rows("healthy", after_step(Adam, eps=1e-4), torch.half, name="eps that fp16 holds")
 @rows("healthy", after_step(Adam), name="fp32 weights")
 @rows("healthy", after_step(torch.optim.AdamW), torch.bfloat16, name="bf16")

@@ -37,8 +37,13 @@ def hidden_by_the_lowest_number(h, x):
     return (lowest + (h - 100)).softmax(-1)
 
 
-for mask, op in ((hidden_by_a_product, "mul"), (hidden_by_the_lowest_number, "add")):
-    rows.lifted(f"precision . {op} mask-constant-overflow", BATCH)(mask)
+def hidden_by_a_choice(h, x):
+    scores = torch.where(FIRST, -1e9, h @ h.mT)
+    return scores.softmax(-1)
+
+
+for mask, op in ((hidden_by_a_product, "mul"), (hidden_by_the_lowest_number, "add"), (hidden_by_a_choice, "where")):
+    rows.lifted(f"precision . {op} mask-constant-overflow", BATCH, fix="verified *")(mask)
 
 
 @rows.lifted("precision . sqrt eps-underflow", BATCH, phase="backward", loss=mean)

@@ -113,7 +113,7 @@ def tokens(samples, length, empty=None):
 
 
 ROWS = {"x": torch.cat([normal(2, 8), 1e4 * normal(1, 8)])}
-OF_A_WEIGHT = {"name": "rows of a weight", "samples": (2,), "loss": mean_square}
+OF_A_WEIGHT = {"name": "rows of a weight", "samples": (2,), "loss": mean_square, "fix": "verified *"}
 rows("precision . linear gradient-overflow", ROWS, 8, 3, **OF_A_WEIGHT)(nn.Linear)
 LABELS = {"x": normal(8, 8), "label": torch.tensor([0, 0, 1, 1, 2, 2, 3, 1])}
 rows("numerics", LABELS, lambda self, x: self.entry(x), name="a lone label", samples=(6,), loss=contrastive)(net)

@@ -149,13 +149,6 @@ class Detector(nn.Linear):
         return torch.log(super().forward(x).relu().float())
 
 
-@rows("numerics . log log-of-zero", X, mode=None, says=(REFUSED, "mixing takes pairs"))
-class Mixing(Detector):
-    def forward(self, x):
-        assert not self.training or len(x) % 2 == 0, "mixing takes pairs"
-        return super().forward(x)
-
-
 # --- a module that computes in fp8 by itself is run as it is, and the report says what that means
 
 

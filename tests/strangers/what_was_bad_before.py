@@ -47,6 +47,7 @@ def saturated():
 for name in LOSSES:
     rows(TARGET, with_target(math.nan), name=f"{name} of NaN", loss=of_target(name))(linear)
     rows("healthy", with_target(0.5), name=name, loss=of_target(name))(linear)
+rows(TARGET, with_target(-math.inf), name="mse of -Inf", loss=of_target("mse"))(linear)
 
 
 class OwnLoss(nn.Module):
