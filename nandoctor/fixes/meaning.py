@@ -362,9 +362,9 @@ class Meaning:
         Where no neighbour could be run, it is infinite itself.
         """
         tends = self.limit.values.get(name) if self.limit is not None else None
-        is_infinite = torch.isinf(itself) if tends is None else torch.isinf(tends) & torch.isinf(itself)
+        is_infinite = torch.isinf(itself) if tends is None else ~torch.isfinite(tends) & torch.isinf(itself)
         is_past_range = bool(is_infinite.any()) and self.smaller is not None
-        is_open = torch.isnan(tends) & ~torch.isfinite(itself) if tends is not None else torch.zeros_like(is_infinite)
+        is_open = torch.isnan(tends) & torch.isnan(itself) if tends is not None else torch.zeros_like(is_infinite)
         return is_open | (is_infinite & (not is_past_range))
 
     def _shows(self, edit: Edit, name: str) -> torch.Tensor:

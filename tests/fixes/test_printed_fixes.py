@@ -36,7 +36,7 @@ NORMAL, UNIFORM = torch.randn(8, 10, generator=GENERATOR), torch.rand(4, 5, gene
 """Numbers of which each step takes what it needs."""
 SUM = "return (output.float() * torch.arange(1.0, output.shape[-1] + 1)).mean()"
 SQUARES = "return (output.float() ** 2).mean()"
-POINTS = {"batch": {"x": torch.tensor([[1.0, 0.5, 0.0, 2.0], [0.0] * 4])}, "options": {"max_trials": 60}}
+POINTS = {"batch": {"x": torch.tensor([[1.0, 0.5, 0.0, 2.0], [0.0] * 4])}, "options": {"max_trials": 100}}
 
 
 def guarded(forward, *lines, is_workaround=False, is_quick=True):
@@ -68,7 +68,7 @@ def in_half(first, second, *lines):
 
 def clamped(forward, *lines, batch=((0.2, 1.0, 0.0, 40.0), (0.5, 0.3, 0.1, 0.2)), **more):
     """A logarithm or a power whose argument leaves its domain."""
-    options = {"options": {"max_trials": 60}, **more}
+    options = {"options": {"max_trials": 100}, **more}
     return Step(code={"forward": forward, "layers": EYE}, batch={"x": torch.tensor(batch)}, lines=lines, **options)
 
 
@@ -184,7 +184,7 @@ STEPS = {
         },
         batch={"x": rows(1, of=NORMAL[:4, :4]).half()},
         lines=("dim=-1, eps=0.001,",),  # with 1e-4 gradients pass 65,504 at a loss scale of 256
-        options={"max_trials": 60},
+        options={"max_trials": 100},
     ),
     "a text that does not fit its sound": Step(
         code={
@@ -203,7 +203,7 @@ STEPS = {
         ),
         is_workaround=True,
         cause="log-of-zero",
-        options={"max_trials": 60},
+        options={"max_trials": 100},
     ),
     "a masked target, before the arithmetic": Step(
         code={
