@@ -241,7 +241,11 @@ def apart_from_state(output: Any, state: Iterable[torch.Tensor], is_unwritten: C
 
     if not any(is_in_state(tensor) for _, tensor in walk_tensors(output)):
         return output
-    return tree_map(lambda value: value.detach().clone() if is_in_state(value) else value, output)
+
+    def copied(value: Any) -> Any:
+        return value.detach().clone().requires_grad_(value.requires_grad) if is_in_state(value) else value
+
+    return tree_map(copied, output)
 
 
 def copied_state(holder: Any, left_out: Callable[[torch.Tensor], bool]) -> dict[str, torch.Tensor]:

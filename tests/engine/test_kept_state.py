@@ -263,7 +263,7 @@ class Centred:
 
 
 @pytest.mark.parametrize("is_read", [True, False])
-def test_the_state_of_a_loss_that_is_no_module_is_read_and_put_back(is_read, replay):
+def test_state_of_a_loss_that_is_no_module_is_put_back(is_read, replay):
     criterion = Centred()
 
     def reading(output, batch):

@@ -245,7 +245,7 @@ def test_nothing_is_run_after_an_interrupt(replay):
     )
 
 
-def test_what_float64_would_give_is_not_claimed_if_it_was_not_run(replay, monkeypatch):
+def test_nothing_is_claimed_of_float64_that_was_not_run(replay, monkeypatch):
     def logistic(self, x):
         return x.exp() / (1 + x.exp())
 
