@@ -23,7 +23,7 @@ from nandoctor.source_files import find_typed
 from nandoctor.step.model_loading import ModelSource
 from nandoctor.step.settings import ReplayOptions, Settings, StepOptions, anchor, settings_for
 from nandoctor.step.weights import take_weights
-from nandoctor.text import brief
+from nandoctor.text import brief, in_python
 from nandoctor.verification import Changed, Query, tell_if_changed, verify_dump
 from nandoctor.views.fixes import command_arguments
 from nandoctor.views.report import report_document
@@ -249,7 +249,7 @@ class Case:
         save(self.report, Path(path))
 
     def __repr__(self) -> str:
-        return f"Case({self.report.verdict}: {self.report.headline})"
+        return f"Case({self.report.verdict}: {in_python(self.report.headline)})"
 
     def _repr_html_(self) -> str:
         from nandoctor.views.html import card_of

@@ -1,6 +1,6 @@
 """The errors a user can cause: what is wrong, what to do about it, and the exit code.
 
-The command line prints them without a traceback; as text they say how an option is written in Python.
+The command line prints them without a traceback; as text they name the keywords of the Python API.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ class NanDoctorError(Exception):
         super().__init__(self.message)
 
     def __str__(self) -> str:
-        in_python = '\nIn Python an option is a keyword: --amp-dtype none is amp_dtype="none".'
-        return f"{self.message}\n{self.remedy}{in_python if '--' in self.remedy else ''}"
+        from nandoctor.text import in_python  # noqa: PLC0415
+
+        return f"{self.message}\n{in_python(self.remedy)}"
 
 
 class DumpError(NanDoctorError):

@@ -5,10 +5,13 @@ Strings that come from a dump or a model cannot be trusted: they are made printa
 
 from __future__ import annotations
 
+import ast
 import math
+import re
 import reprlib
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +274,40 @@ def screenful(text: str) -> str:
 def brief_list(names: Iterable[str]) -> str:
     """List untrusted names: the first dozen, and how many more there are."""
     return join_first([brief(name) for name in names])
+
+
+_VALUE = r"""'[^']*'|(?:none|train|eval|cuda)(?![\w:/=]|\.\w)|(?=\S*(?:[A-Z\d=*/]|[.:]\w))[^\s`]*[^\s`.,;:)]"""
+_OPTION = re.compile(rf"--([a-z]+(?:-[a-z]+)*)(?: ({_VALUE}))?")
+_SAID = re.compile(rf"`[^`]*`|nandoctor [a-z]+ .*|({_OPTION.pattern}(?: {_OPTION.pattern})*)")
+
+
+def in_python(text: str) -> str:
+    """Return a sentence in which the keywords of the Python API stand for the options of the command line.
+
+    `--loss train.py:loss` becomes `loss="train.py:loss"`, `--model-arg K=V` `model_args={"K": "V"}`, `--no-strict`
+    `strict=False`, and an option without its value `seed=`. Commands and code in backticks stay as they are.
+    """
+    return _SAID.sub(lambda found: _keywords(found[1]) if found[1] else found[0], text)
+
+
+def _keywords(options: str) -> str:
+    return ", ".join(starmap(_keyword, _OPTION.findall(options))).replace("}, model_args={", ", ")
+
+
+def _keyword(option: str, value: str) -> str:
+    name, text = option.replace("-", "_"), value.strip("'")
+    if name == "model_arg":
+        key, _, text = text.partition("=")
+        return f'model_args={{"{key}": {_literal(text)}}}' if key else "model_args="
+    return f"{name.removeprefix('no_')}={'False' if name.startswith('no_') else _literal(text)}"
+
+
+def _literal(text: str) -> str:
+    """Return the text after an option as Python has it: a number or another literal, or a string; "" for none."""
+    try:
+        return repr(ast.literal_eval(text))
+    except (ValueError, SyntaxError):
+        return f'"{text}"' if text else ""
 
 
 def diff_kind(line: str) -> str:

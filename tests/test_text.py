@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from nandoctor import text as words
 from nandoctor.errors import ModelError
+from nandoctor.step.settings import OPTIONS
 
 TEXT = st.lists(st.integers(0, 0x10FFFF).map(chr)).map("".join)
 """Of any characters; hypothesis' own texts begin with a table of all of them, for seconds."""
@@ -98,11 +99,21 @@ def test_calls_are_counted_from_one():
     assert words.call_label("norm", 1, "Norm") == "norm (Norm, 2nd call)"
 
 
-def test_an_error_says_how_an_option_is_written_in_python():
-    assert str(ModelError("Wrong.", remedy="Try --seed 3.")).endswith(
-        '--seed 3.\nIn Python an option is a keyword: --amp-dtype none is amp_dtype="none".'
-    )
-    assert str(ModelError("Wrong.", remedy="Check the path.")) == "Wrong.\nCheck the path."
+@pytest.mark.parametrize(
+    ("told", "in_python"),
+    [
+        ("Give --model-arg K=V, or --no-strict.", 'Give model_args={"K": "V"}, or strict=False.'),
+        (
+            "try --model-arg a=1 --model-arg 'b=(1, 2)' --mode train.",
+            'try model_args={"a": 1, "b": (1, 2)}, mode="train".',
+        ),
+        ("name it with --loss train.py:loss: a function", 'name it with loss="train.py:loss": a function'),
+        ("(`fix --pick 1`) nandoctor fix x --seed 3", "(`fix --pick 1`) nandoctor fix x --seed 3"),
+        *((f"pass {it.flag} to check", f"pass {name}=") for name, it in OPTIONS.items()),
+    ],
+)
+def test_python_is_told_its_own_keywords(told, in_python):
+    assert str(ModelError("", remedy=told)).removeprefix("\n").startswith(in_python)
 
 
 def test_an_error_writes_out_what_is_not_visible():

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nandoctor.evidence.report import Cause, Check, FirstNonfinite, Fix, Origin, TrialOutcome, Verdict
+from nandoctor.text import in_python
 
 VERIFICATION_SCHEMA = "nandoctor.verification/4"
 FIX_SCHEMA = "nandoctor.fix/2"
@@ -73,7 +74,7 @@ class Verification:
     next_steps: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        return "\n".join([f"Verification({self.outcome}: {self.headline})", *self.next_steps])
+        return "\n".join([f"Verification({self.outcome}: {self.headline})", *map(in_python, self.next_steps)])
 
     @property
     def exit_code(self) -> int:

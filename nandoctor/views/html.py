@@ -13,7 +13,7 @@ from markupsafe import Markup
 from markupsafe import escape as escape_html
 
 from nandoctor.errors import NanDoctorError
-from nandoctor.text import diff_kind, printable, printable_code, split_code
+from nandoctor.text import diff_kind, in_python, printable, printable_code, split_code
 from nandoctor.views.blocks import Block, Plot, excerpt_lines
 from nandoctor.views.markdown import draw_markdown
 
@@ -54,7 +54,9 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(with_code=with_code, diff_kind=diff_kind, excerpt_lines=excerpt_lines)
+    environment.filters.update(
+        with_code=with_code, in_python=in_python, diff_kind=diff_kind, excerpt_lines=excerpt_lines
+    )
     environment.filters["code_line"] = lambda line: escape_html(printable_code(line))  # to be copied, with its tabs
     environment.filters["short"] = lambda title: re.split("[,:]", title)[0]
     environment.filters["slug"] = lambda title: "h-" + re.sub(r"\W+", "-", title.lower())
