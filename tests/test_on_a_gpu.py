@@ -61,7 +61,7 @@ def test_what_a_gpu_saved(tmp_path, name, device):
         assert report.reproduction.grade in ("exact", "same-mask")
 
 
-def test_a_gpu_refuses_a_constant_that_a_cpu_takes_for_an_infinity():
+def test_a_gpu_refuses_a_constant_that_a_cpu_takes():
     scores = torch.zeros(2, dtype=torch.half, device="cuda")
     with pytest.raises(RuntimeError, match="without overflow"):
         torch.where(scores > 0, scores, -1e9)

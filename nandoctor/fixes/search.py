@@ -29,7 +29,7 @@ from nandoctor.evidence.report import (
     Report,
     TrialOutcome,
 )
-from nandoctor.evidence.trace import Trace
+from nandoctor.evidence.trace import SourceLine, Trace
 from nandoctor.fixes.candidates import (
     by_lines,
     cost_of,
@@ -443,7 +443,7 @@ def _make_fix(edit: Edit, written: WrittenChange, proof: Judgement, checks: tupl
 
 
 def _distinct(tried: Iterable[Fix]) -> list[Fix]:
-    """Drop duplicates, and changes of which a part is enough.
+    """Drop duplicates, and changes of which a part is enough: further edits, or a whole line in fp32.
 
     Of those that failed, one of each title is kept: two expressions of a line have the same.
     """
@@ -455,7 +455,15 @@ def _distinct(tried: Iterable[Fix]) -> list[Fix]:
             found[key] = item
     distinct = list(found.values())
     enough = [set(flatten((item.edit,))) for item in distinct if item.verified]
-    return [item for item in distinct if not any(edits < set(flatten((item.edit,))) for edits in enough)]
+    distinct = [item for item in distinct if not any(edits < set(flatten((item.edit,))) for edits in enough)]
+    whole = [item for item in distinct if isinstance(item.edit, KeepOp) and item.edit.is_line]
+    parts = {_line_in_fp32(item) for item in distinct if item.verified and item not in whole} - {None}
+    return [item for item in distinct if not (item in whole and _line_in_fp32(item) in parts)]
+
+
+def _line_in_fp32(fix: Fix) -> SourceLine | None:
+    source = fix.edit.site.source if isinstance(fix.edit, KeepOp) else None
+    return source.whole if source is not None else None
 
 
 def _size(edit: Edit, findings: Findings) -> int:
