@@ -34,7 +34,7 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 35_757, "tests": 29_681, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 35_758, "tests": 29_698, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 3_067,
@@ -47,7 +47,7 @@ MAX_LINES_OF_ROOMS = {
     "dumps": 3_202,
     "engine": 3_064,
     "evidence": 1_708,
-    "fixes": 4_494,
+    "fixes": 4_495,
     "fleet": 667,
     "repro_scripts": 613,
     "step": 3_161,

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import torch
@@ -168,9 +168,10 @@ class Meaning:
         """
         if not self.trials.numerics or self.trials.exact().finite or is_large(self.trials.step.model):
             return None
-        beside = (partial(self._run_beside, direction) for direction in sides_of(self._moved))
-        sides = self._follow_all(chain(beside, self._beside_jointly()))
-        values = _agreed([side.values for side in sides])
+        beside = self._follow_all(partial(self._run_beside, direction) for direction in sides_of(self._moved))
+        jointly = self._follow_all(self._beside_jointly())
+        values = _agreed([side.values for side in (*beside, *jointly)])
+        sides = beside or jointly  # gradients have to agree among the runs in which nothing is moved by hand
         for runs, is_apart in ((self._beside_sources(), False), (self._beside(self.makers), True)):
             if (is_open := self._open(values)) or not values:
                 found = self._follow_all(runs)

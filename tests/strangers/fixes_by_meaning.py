@@ -515,3 +515,18 @@ def to_center(output, _batch):
 
 
 lifted("center", "numerics <loss> sqrt gradient-singularity", IN_FP32, "verified clamp", lambda h, x: h, loss=to_center)
+
+
+@rows("numerics . acos gradient-singularity", {"x": normal(4, 3)}, loss=squared, fix="none")
+class Turned(nn.Module):
+    """No rotation, as a quaternion: with acos off its edge the value stays, and the gradient is 1e5 times too large."""
+
+    def __init__(self):
+        super().__init__()
+        self.rotation = nn.Parameter(torch.tensor([1.0, 0.0, 0.0, 0.0]))
+
+    def forward(self, x):
+        unit = F.normalize(self.rotation, dim=-1)
+        norm = unit[1:].norm(dim=-1, keepdim=True).clamp(min=1e-8)
+        twist = unit[1:] * torch.acos(unit[:1].clamp(-1.0, 1.0)) / norm
+        return x + 2 * torch.linalg.cross(twist.expand_as(x), x)
