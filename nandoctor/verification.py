@@ -91,15 +91,15 @@ def verify_dump(
 
 
 def tell_if_changed(found: Diagnosed, dump: Dump, settings: Settings) -> Diagnosed:
-    """Add to a replay that did not reproduce the failure what is known of changes to the code."""
+    """Add to a replay that did not reproduce the failure what is known of changes to the code; leave others alone."""
+    if found.report.verdict != "not-reproduced":
+        return found
     verification = _conclude(found, Query(dump=dump, settings=settings))
     return replace(found, report=_add_outcome(found.report, verification))
 
 
 def _add_outcome(report: Report, verification: Verification) -> Report:
-    """Return the report; "not-reproduced" becomes "fixed" if the dump's hashes show that the code has changed."""
-    if report.verdict != "not-reproduced":
-        return report
+    """Return the report; its verdict becomes "fixed" if the dump's hashes show that the code has changed."""
     code = verification.code
     command = command_for("verify", report) or "nandoctor verify"
     if verification.outcome == "fixed" and code.basis == "hash":

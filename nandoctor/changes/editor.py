@@ -55,8 +55,8 @@ class _Lines:
 class Library:
     """What the writer asks about torch, which this room does not import.
 
-    `has_module` tells the names of torch.nn's classes, `has_method` those of a tensor's methods, and
-    `default_eps` an eps of its functions. `device` is the type of device whose autocast the training uses.
+    `has_module` tells the names of torch.nn's classes, `has_method` those of a tensor's methods, and `default_eps` the
+    default eps of the function of that name. `device` is the type of device whose autocast the training uses.
     """
 
     has_module: Callable[[str], bool]

@@ -176,10 +176,9 @@ class Recorded:
     """The step as the recorder saw it; empty for a file that the recorder did not write.
 
     `calls` are the calls of the model in their order, or with a `method` of its `training_step`; `watched` are then the
-    submodules whose outputs were saved besides the loss. `overwritten` names the outputs that the loop wrote
-    to after the forward. `batch` is a tree, None if none was given. `training` maps
-    module names to train flags. `rng` has the generators' states before the step, and `generators`
-    those of torch's generators that modules hold, by their places.
+    submodules whose outputs were saved besides the loss. `overwritten` names the outputs that the loop wrote to after
+    the forward. `batch` is a tree, None if none was given. `training` maps module names to train flags. `rng` has the
+    generators' states before the step, and `generators` those of torch's generators that modules hold, by their places.
     `default_dtype` is torch's in the step, and `built_dtype` that with which the model was built, as far as is known.
     `loss_function` makes a scalar of output and batch; without one, `loss_field` is the place of the loss in the
     output. `argv` is the training's command line, without the program. `backends` are torch's switches, by their names

@@ -83,8 +83,12 @@ def held_by(loss: Callable[..., Any] | None) -> dict[str, Any]:
         with suppress(ValueError):  # a variable around it has no value yet
             around = inspect.getclosurevars(own)
             found |= {**around.globals, **around.nonlocals}
-    is_code = {name: inspect.isroutine(it) or isinstance(it, type | ModuleType) for name, it in found.items()}
-    return {name: it for name, it in found.items() if hasattr(it, "__dict__") and not is_code[name]}
+    return {name: it for name, it in found.items() if hasattr(it, "__dict__") and not is_code(it)}
+
+
+def is_code(value: Any) -> bool:
+    """Return True for functions, classes and modules of Python, whose attributes are no state of a model."""
+    return inspect.isroutine(value) or isinstance(value, type | ModuleType)
 
 
 def find_outside(loss: torch.Tensor, model: nn.Module, held: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -353,7 +357,7 @@ def restored(model: nn.Module, *others: Any) -> Iterator[tuple[Sequence[torch.Te
 
 
 class _State:
-    """The tensors that modules hold, each once, and what restores the state, last to first."""
+    """The tensors that modules and other objects hold, each once, and what restores the state, last to first."""
 
     def __init__(self, held: Iterable[Any]) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -364,15 +368,15 @@ class _State:
         for value in held:
             self._keep(value)
         while self._waiting:
-            self._keep_module(self._waiting.pop())
+            self._keep_attributes(self._waiting.pop())
 
-    def _keep_module(self, module: nn.Module) -> None:
-        attributes = dict(vars(module))
-        self.undo.callback(lambda: _put_back(vars(module), attributes))
-        if issubclass(type(module), nn.Module):  # a lazy one becomes another
-            self.undo.callback(object.__setattr__, module, "__class__", type(module))
-        if isinstance(module, torch.jit.ScriptModule):  # it keeps its tensors in C++
-            for tensor in (*module.parameters(), *module.buffers()):
+    def _keep_attributes(self, holder: Any) -> None:
+        attributes = dict(vars(holder))
+        self.undo.callback(lambda: _put_back(vars(holder), attributes))
+        if issubclass(type(holder), nn.Module):  # a lazy one becomes another
+            self.undo.callback(object.__setattr__, holder, "__class__", type(holder))
+        if isinstance(holder, torch.jit.ScriptModule):  # it keeps its tensors in C++
+            for tensor in (*holder.parameters(), *holder.buffers()):
                 self._keep(tensor)
         for value in attributes.values():
             self._keep(value)

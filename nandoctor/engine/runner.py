@@ -238,7 +238,7 @@ LeftOut = Callable[[torch.Tensor], bool]
 def of_model_and_loss(
     step: FailingStep, read: Callable[[Any, LeftOut], Mapping[str, torch.Tensor]], left_out: LeftOut
 ) -> dict[str, torch.Tensor]:
-    """Return what is read of the state of a model, and of the modules of its loss, after `LOSS`."""
+    """Return what is read of the state of a model, and of what its loss holds, after `_OF_LOSS`."""
     found = dict(read(step.model, left_out))
     for name, value in held_by(step.loss).items():
         if not (isinstance(value, torch.Tensor) or value is step.model):

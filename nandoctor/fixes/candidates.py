@@ -92,6 +92,7 @@ def specific(lead: Suspect, model: nn.Module) -> list[Candidate]:
 
 
 def _through_attribute(edit: Edit, model: nn.Module) -> Edit:
+    """Return the change of a constant in a package's code as one of the attribute that holds it, if there is one."""
     if not isinstance(edit, SetArgument) or edit.value is None:
         return edit
     source = edit.site.source

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ from torch import nn
 
 from nandoctor.changes.running_op import RunningOp, is_tensor
 from nandoctor.dumps.stored_tensor import is_dense
-from nandoctor.engine.module_state import tensors_in
+from nandoctor.engine.module_state import is_code, tensors_in
 from nandoctor.engine.reproduction import is_flags
 from nandoctor.engine.runner import FailingStep
 from nandoctor.evidence.edits import Edit, OpSite, SingleEdit
@@ -140,8 +138,7 @@ def _list_numbers(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:
         own = {} if type(module).__module__.startswith("torch.") else vars(module)
         for name, held in {"": module, **own}.items() if own else ():
             numbers = held if type(held) is dict else getattr(held, "__dict__", None)
-            is_code = isinstance(held, type | ModuleType) or inspect.isroutine(held)
-            if isinstance(numbers, dict) and not is_code:
+            if isinstance(numbers, dict) and not is_code(held):
                 found.setdefault(id(numbers), (f"{path}.{name}", numbers))
     return list(found.values())
 

@@ -337,9 +337,8 @@ def _locate(values: torch.Tensor, *, everywhere: bool) -> tuple[tuple[int, ...],
         return (), ()
     if everywhere:
         return (0,) * len(shape), tuple(range(min(shape[0], MAX_SAMPLES_LISTED)))
-    once = values[
-        tuple(slice(None if stride else 1) for stride in values.stride())
-    ]  # each number of an expanded tensor
+    one_of_each = tuple(slice(None if stride else 1) for stride in values.stride())  # in an expanded tensor
+    once = values[one_of_each]
     largest = _magnitudes(_as_integers(once)).reshape(len(once), -1).amax(1).expand(shape[0])
     rows = (largest >= _infinity(values.dtype)).nonzero().flatten().tolist()
     inner = find_largest(find_nonfinite(once[rows[0]]).numpy(force=True))
