@@ -189,9 +189,8 @@ def _describe_failure(found: Diagnosed, dump: Dump) -> str | None:
         values = part_of(graded.num_bad_saved, graded.numel, "value")
         return f"{values} of the saved {graded.output} {are(graded.num_bad_saved)} non-finite"
     flags = dump.saved_flags
-    named = ["loss"] if flags.loss is not None else flags.numbers
-    is_shown = found.step is not None and named
-    return f"the saved {join_first(named, 3)} {are(len(named))} non-finite" if is_shown else None
+    named = ["the saved loss is non-finite"] if flags.loss is not None else flags.numbers
+    return join_first(named, 3) if found.step is not None and named else None
 
 
 def _measure(blank: Verification, step: FailingStep, query: Query, found: Diagnosed) -> Verification:

@@ -168,7 +168,7 @@ _PASS_LOSS = (
 
 
 def _name_numbers(flags: SavedFlags) -> str:
-    return f"{join_first([code(name) for name in flags.numbers], 3)} {are(len(flags.numbers))} NaN in the file."
+    return f"In the file, {join_first(flags.numbers, 3)}."
 
 
 def _describe_loss(value: float, reproduction: Reproduction) -> str:

@@ -277,9 +277,10 @@ def _take_moments(contents: Contents, name: str, state: object, groups: object) 
 
 
 def _keep_idle(contents: Contents, name: str, value: object) -> None:
-    """Keep tensors and NaN of what no replay uses, as of an optimizer: that it is not finite may be all to say."""
+    """Keep tensors, NaN and infinite rates of what no replay uses, as of an optimizer: they may be all to say."""
     for place, item in walk(value):
-        if is_dense(item) or (isinstance(item, float) and math.isnan(item)):
+        is_number = isinstance(item, float) and not math.isfinite(item)
+        if is_dense(item) or (is_number and (math.isnan(item) or place[-1:] == ("lr",))):
             part = brief(".".join(shorten(str(key), 120) for key in (*filter(None, [name]), *place)))
             tensor = _take_tensor(contents, part, item) if is_dense(item) else None
             contents.idle[part] = item if tensor is None else tensor if tensor.shape else tensor.item()

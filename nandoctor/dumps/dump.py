@@ -14,7 +14,7 @@ from nandoctor.dumps.recorded_format import FORMAT, Recorded, code_rows
 from nandoctor.dumps.signature import Provenance
 from nandoctor.dumps.stored_tensor import StoredTensor
 from nandoctor.evidence.dump_summary import NO_TARGET, ArraySummary, DumpSummary, Layout, Role, SavedFlags
-from nandoctor.text import brief, brief_list, brief_value, dtype_name, plural
+from nandoctor.text import brief, brief_list, brief_value, code, dtype_name, number, plural
 
 if TYPE_CHECKING:
     import torch
@@ -78,10 +78,12 @@ class Dump:
 
     @property
     def saved_flags(self) -> SavedFlags:
-        """What went wrong according to the recorder; for any other file, a non-finite loss, and NaN in numbers."""
+        """What went wrong according to the recorder; for any other file, a non-finite loss, and bad numbers."""
         if not self.is_recorded:
             losses = self.losses
-            numbers = [name for name, value in self.scalars.items() if name not in losses and not _is_sound(value)]
+            bad = {name: value for name, value in self.scalars.items() if name not in losses and _is_bad(name, value)}
+            told = {name: number(value) if _is_sound(value) else "NaN" for name, value in bad.items()}
+            numbers = [f"{code(name)} is {value}" for name, value in told.items()]
             return SavedFlags(loss=next(filter(_is_nonfinite, losses.values()), None), numbers=tuple(numbers))
         loss, reason = self.scalars.get("loss"), self.scalars.get("reason")
         counts = {name: value for name, value in self.scalars.items() if type(value) is int}
@@ -125,7 +127,7 @@ class Dump:
             name: [tensor for key, tensor in state.items() if key not in self.state or _is_sound(self.state[key])]
             for name, state in self.other_states.items()
         }
-        return [name for name, found in chain(states.items(), self.idle.items()) if not _is_sound(found)]
+        return [name for name, it in chain(states.items(), self.idle.items()) if _is_nonfinite(it) or not _is_sound(it)]
 
 
 def _is_sound(value: Any) -> bool:
@@ -135,6 +137,13 @@ def _is_sound(value: Any) -> bool:
     if isinstance(value, float):
         return not math.isnan(value)
     return not hasattr(value, "shape") or not any(_count_nonfinite(value))
+
+
+def _is_bad(name: str, value: Any) -> bool:
+    """Return True for NaN, an infinite rate, and a loss scale of 0 or Inf, by which gradients cannot be divided."""
+    last = name.rpartition(".")[2]
+    is_useless = last in _SCALE_NAMES and (value == 0 or _is_nonfinite(value))
+    return is_useless or (last == "lr" and _is_nonfinite(value)) or not _is_sound(value)
 
 
 def _is_nonfinite(value: Any) -> bool:

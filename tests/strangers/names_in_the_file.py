@@ -79,6 +79,10 @@ POISONED = "input . - poisoned-input"
 @rows("healthy", with_an_optimizer(), 8, 3, name="an optimizer")
 @rows("cannot-tell", with_an_optimizer(first_moment=math.nan), 8, 3, name="an optimizer whose first moments are NaN")
 @rows("cannot-tell", with_an_optimizer(rate=math.nan), 8, 3, name="an optimizer whose learning rate is NaN")
+@rows("cannot-tell", with_an_optimizer(rate=math.inf), 8, 3, name="an optimizer whose learning rate is infinite")
+@rows("not-reproduced", {**GAUGES, "scaler": {"scale": 0.0}}, 8, 3, name="a loss scale of 0", loss=where_known)
+@rows("not-reproduced", {**GAUGES, "lr": math.inf}, 8, 3, name="a rate of infinity", loss=where_known)
+@rows("healthy", {**GAUGES, "best": math.inf, "lr": 0.0}, 8, 3, name="the start of a search", loss=where_known)
 @rows("cannot-tell", with_another_output, 8, 3, name="the output of another step")
 @rows("cannot-tell", with_its_logit, 8, 3, name="gaps that nobody reads beside an output that agrees")
 @rows("healthy", with_its_logit, 8, 3, name="gaps that the loss reads beside it", loss=where_known)
@@ -95,6 +99,18 @@ POISONED = "input . - poisoned-input"
 class Locator(nn.Linear):
     def forward(self, waypoints):
         return super().forward(waypoints)
+
+
+def with_two_outputs(model):
+    outputs = {name: it.detach() for name, it in model(normal(4, 8)).items()}
+    return {"waypoints": normal(4, 8), **outputs, "spread": with_a_nan(outputs["spread"])}
+
+
+@rows("not-reproduced", with_two_outputs, 8, 3, name="another output than the first had failed")
+class Spreading(nn.Linear):
+    def forward(self, waypoints):
+        logit = super().forward(waypoints)
+        return {"logit": logit, "spread": logit.square()}
 
 
 def compared(name):
