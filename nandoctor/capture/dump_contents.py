@@ -8,14 +8,12 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from nandoctor.capture.environment import (
     ProjectSources,
@@ -38,7 +36,6 @@ from nandoctor.process_wide import RECORDED, read_switches
 from nandoctor.source_files import PACKAGE_FOLDERS, defines_code, find_typed
 from nandoctor.step.argument_objects import NotDescribableError, describe_argument, find_standard
 from nandoctor.torch_compat import tree_tensors
-from nandoctor.tracing.tensor_stats import walk_tensors
 from nandoctor.trees import PLAIN
 
 if TYPE_CHECKING:
@@ -48,35 +45,57 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("nandoctor")
 
 
-def describe(training: Training, step: RecordedStep, reason: str, event: str, *, has_optimizer: bool) -> dict[str, Any]:
-    """Return the contents of a dump of `step`."""
-    assert step.before is not None
-    settings, observer = training.settings, training.observer
-    before, lost = observer.describe(step.before, step.undo or {})
-    method = "training_step" if settings.training_step else "forward"
-    calls, dropped = step.describe(getattr(observer.model, method), is_whole=settings.training_step)
-    spoiled = step.spoiled if reason == "update" else None
-    updater, unsaved = _describe_updater(spoiled.optimizer, observer.model) if spoiled else ({}, [])
-    return {
-        "format": FORMAT,
-        "event": _describe_event(step, reason, event),
-        "model": training.model,
-        **before,
-        **calls,
-        "method": method,
-        "loss_function": training.loss,
-        "sources": training.files.describe(),
-        "scaler": _describe_scaler(settings.scaler, step),
-        "update": _describe_update(spoiled) if spoiled else {},
-        "updater": updater,
-        "argv": [str(argument) for argument in sys.argv[1:]],
-        "backends": {name: value for name, value in read_switches(RECORDED).items() if value is not None},
-        "versions": read_versions(),
-        "left_out": [
-            *(*lost, *dropped, *training.notes, *unsaved),
-            *_describe_writes(step, observer, has_optimizer=has_optimizer),
-        ],
-    }
+class Training:
+    """Facts common to all steps of a run: how model and loss are built, and their sources as the run began.
+
+    `model` is the source of the model's class, or of its builder, with its arguments; `notes` say what is lost of them.
+    `files` are the project's files. Making it logs if a replay cannot import the loss.
+    """
+
+    def __init__(self, settings: Recorder, observer: Observer) -> None:
+        model, builder, arguments = observer.model, settings.builder, settings.arguments or {}
+        if isinstance(builder, functools.partial) and not builder.args:
+            arguments = {**builder.keywords, **arguments}
+            builder = builder.func
+        source = describe_source(builder or class_of(model))
+        built = builder is not None and not isinstance(builder, type)
+        described, self.notes = _describe_arguments(arguments) if arguments or built else (_find_config(model), [])
+        self.settings, self.observer = settings, observer
+        self.model = {**source, "arguments": described}
+        self.loss = None if settings.loss is None else describe_loss(settings.loss)
+        self.files = ProjectSources(source, self.loss)
+        if self.loss is not None:
+            _advise_loss(self.loss)
+
+    def describe(self, step: RecordedStep, reason: str, event: str, *, has_optimizer: bool) -> dict[str, Any]:
+        """Return the contents of a dump of `step`."""
+        assert step.before is not None
+        settings, observer = self.settings, self.observer
+        before, lost = observer.describe(step.before, step.undo or {})
+        method = "training_step" if settings.training_step else "forward"
+        calls, dropped = step.describe(getattr(observer.model, method), is_whole=settings.training_step)
+        spoiled = step.spoiled if reason == "update" else None
+        updater, unsaved = _describe_updater(spoiled, observer.model) if spoiled else ({}, [])
+        return {
+            "format": FORMAT,
+            "event": _describe_event(step, reason, event),
+            "model": self.model,
+            **before,
+            **calls,
+            "method": method,
+            "loss_function": self.loss,
+            "sources": self.files.describe(),
+            "scaler": _describe_scaler(settings.scaler, step),
+            "update": _describe_update(spoiled) if spoiled else {},
+            "updater": updater,
+            "argv": [str(argument) for argument in sys.argv[1:]],
+            "backends": {name: value for name, value in read_switches(RECORDED).items() if value is not None},
+            "versions": read_versions(),
+            "left_out": [
+                *(*lost, *dropped, *self.notes, *unsaved),
+                *_describe_writes(step, observer, has_optimizer=has_optimizer),
+            ],
+        }
 
 
 def _describe_scaler(scaler: Any, step: RecordedStep) -> dict[str, Any]:
@@ -100,23 +119,23 @@ def _describe_update(spoiled: Update) -> dict[str, Any]:
         "optimizer": type(spoiled.optimizer).__name__,
         "parameters": spoiled.trained.nonfinite(),
         "settings": settings,
-        "largest_gradient": None if spoiled.gradients is None else spoiled.gradients.values()[0],
+        "largest_gradient": None if spoiled.gradients is None else max(spoiled.gradients.values()),
     }
 
 
-def _describe_updater(optimizer: Optimizer, model: nn.Module) -> tuple[dict[str, Any], list[str]]:
+def _describe_updater(spoiled: Update, model: nn.Module) -> tuple[dict[str, Any], list[str]]:
     """Return what makes the optimizer again: its class and attributes, and its groups and state by name.
 
     Attributes and settings are described as a model's arguments are; what a replay cannot make again is left out.
     Nothing but a note if the state is sharded, since a reader would lack the other ranks' parts.
     """
-    if any(is_sharded(tensor) for _, tensor in walk_tensors(list(optimizer.state.values()))):
+    optimizer = spoiled.optimizer
+    if any(map(is_sharded, tree_tensors(list(optimizer.state.values())))):
         return {}, ["optimizer: its state, which is spread over ranks"]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     attributes = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
     groups = [
-        {**group, "params": list(filter(None, map(names.get, map(id, group["params"]))))}
-        for group in optimizer.param_groups
+        {**group, "params": list(filter(None, map(names.get, map(id, group["params"]))))} for group in spoiled.groups
     ]
     return {
         **describe_source(type(optimizer)),
@@ -190,44 +209,6 @@ def fit_into(contents: Mapping[str, Any], max_nbytes: int) -> Mapping[str, Any]:
 
 def _num_bytes(tree: Any) -> int:
     return memory_of(tree_tensors(tree))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
-    """Facts common to all steps of a run: how model and loss are built, and their sources as the run began.
-
-    `model` is the source of the model's class, or of its builder, with its arguments; `notes` say what is lost of them.
-    `files` are the project's files.
-    """
-
-    settings: Recorder
-    observer: Observer
-    model: Mapping[str, Any]
-    notes: Sequence[str]
-    loss: Mapping[str, str] | None
-    files: ProjectSources
-
-
-def describe_training(settings: Recorder, observer: Observer) -> Training:
-    """Return what all files of a run have in common; log if a replay cannot import the loss."""
-    model, builder, arguments = observer.model, settings.builder, settings.arguments or {}
-    if isinstance(builder, functools.partial) and not builder.args:
-        arguments = {**builder.keywords, **arguments}
-        builder = builder.func
-    source = describe_source(builder or class_of(model))
-    built = builder is not None and not isinstance(builder, type)
-    loss = None if settings.loss is None else describe_loss(settings.loss)
-    described, notes = _describe_arguments(arguments) if arguments or built else (_find_config(model), [])
-    if loss is not None:
-        _advise_loss(loss)
-    return Training(
-        settings=settings,
-        observer=observer,
-        model={**source, "arguments": described},
-        notes=notes,
-        loss=loss,
-        files=ProjectSources(source, loss),
-    )
 
 
 def _describe_arguments(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

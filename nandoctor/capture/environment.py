@@ -176,11 +176,9 @@ def describe_loss(loss: Callable[..., Any]) -> dict[str, str]:
     """
     inner = read_attribute(loss, "_torchdynamo_orig_callable", loss)
     described = describe_source(inner)
-    module = sys.modules.get(described["module"])
-    if not described["name"].isidentifier() or module is None:
+    if not described["name"].isidentifier() or is_found(inner) or is_found(loss):
         return described
-    is_bound = any(vars(module).get(described["name"]) is own for own in (loss, inner))
-    return described if is_bound else {**described, "name": f"<wrapped {described['name']}>"}
+    return {**described, "name": f"<wrapped {described['name']}>"}
 
 
 class ProjectSources:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,10 +18,12 @@ from nandoctor.errors import NanDoctorError
 from nandoctor.process_wide import is_forked, switched
 from nandoctor.torch_compat import compiled_call, find_compiler, is_transforming, outside_transforms, set_compiled_call
 
+if TYPE_CHECKING:
+    from nandoctor.capture.step import Observer
+
 LOG = logging.getLogger("nandoctor")
 
 Before = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], None]
-Found = Callable[[dict[str, Any]], None]
 After = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any], Any], None]
 
 
@@ -132,20 +134,20 @@ def attach(model: nn.Module, before: Before, after: After, handles: ExitStack) -
     handles.callback(set_compiled_call, model, compiled)
 
 
-def scout_autocast(modules: Iterable[nn.Module], found: Found, device_type: str) -> ExitStack:
-    """Pass the first enabled autocast state that a module runs under to `found`; closing the result stops the search.
+def scout_autocast(observer: Observer) -> ExitStack:
+    """Note the first enabled autocast state that a part of the model trains under; closing the result ends the search.
 
     Accelerate wraps a model's forward in autocast, which hooks on the model itself do not see.
     """
     handles = ExitStack()
 
-    def look(*_: Any) -> None:
-        state = read_autocast(device_type)
-        if state["enabled"]:
-            found(state)
+    def look(module: nn.Module, _: Any) -> None:
+        state = read_autocast(observer.device.type)
+        if module.training and state["enabled"]:
+            observer.autocast_inside = state
             handles.close()
 
-    for module in modules:
+    for module in [*observer.model.modules()][1:]:
         if compiled_call(module) is None:
             handles.callback(nn.Module.register_forward_pre_hook(module, Hook(look, may_break=False)).remove)
     return handles

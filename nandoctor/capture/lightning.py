@@ -22,8 +22,8 @@ class RecorderCallback(_Callback):  # type: ignore[misc]
     `training_step` with the batch. It is compared with the recorded outputs of the module's direct children.
 
     Args:
-        **options: keyword arguments of `nandoctor.Recorder`, except `scaler`, `training_step` and `ambient`, which
-            come from the Trainer.
+        **options: keyword arguments of `nandoctor.Recorder`, except `scaler` and `training_step`, which come from the
+            Trainer.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -32,13 +32,11 @@ class RecorderCallback(_Callback):  # type: ignore[misc]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Install the hooks on the module."""
-        precision = trainer.precision_plugin
         arguments = {"arguments": dict(pl_module.hparams)} if pl_module.hparams else {}
         self.recorder = Recorder(
             pl_module,
             training_step=True,
-            scaler=getattr(precision, "scaler", None),
-            ambient=precision.forward_context,
+            scaler=getattr(trainer.precision_plugin, "scaler", None),
             **{**arguments, **self.options},
         )
 
@@ -47,7 +45,8 @@ class RecorderCallback(_Callback):  # type: ignore[misc]
         self.recorder.number_next(trainer.global_step, trainer.current_epoch)
         self.recorder.begin(batch)
         num_parameters = len(inspect.signature(pl_module.training_step).parameters)
-        self.recorder.call_training_step(*(batch, batch_idx, 0)[:num_parameters])
+        with trainer.precision_plugin.forward_context():
+            self.recorder.call_training_step(*(batch, batch_idx, 0)[:num_parameters])
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         """Check the loss, which the precision plugin has already scaled."""

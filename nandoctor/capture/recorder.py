@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nandoctor.capture.dump_contents import describe, describe_training, fit_into
+from nandoctor.capture.dump_contents import Training, fit_into
 from nandoctor.capture.environment import called_model, unwrap_model
 from nandoctor.capture.hooks import AFTER_UPDATE, BEFORE_UPDATE, Hook, attach, do_nothing, scout_autocast
 from nandoctor.capture.step import Observer, RecordedStep, held
@@ -60,7 +60,6 @@ class Recorder:
         undo_nbytes: copy the weights before each update, and before each forward what no optimizer writes, if these
             have at most this many bytes (default: 1 GiB), so that a step is saved as it began.
         training_step: for integrations: True if a step is a call of the model's `training_step`, not of its forward.
-        ambient: for integrations: returns the autocast context that `training_step` will run under.
         from_output: for integrations: True if the loss is in the model's output.
 
     Raises:
@@ -81,21 +80,13 @@ class Recorder:
     on_save: OnSave | None = None
     undo_nbytes: int = UNDO_NBYTES
     training_step: bool = False
-    ambient: Callable[[], AbstractContextManager[Any]] = nullcontext
     from_output: bool = False
 
     def __post_init__(self) -> None:
         self._check_settings()
         self._handles = ExitStack()
-        self._policy = StepPolicy(
-            threshold=self.threshold,
-            window=self.window,
-            folder=Path(self.folder),
-            keep=self.keep,
-            make_contents=self._make_contents,
-            on_save=self.on_save,
-        )
-        self._scouted = self._is_idle = False
+        self._policy = StepPolicy(settings=self, make_contents=self._make_contents)
+        self._is_idle = False
         self._warned: set[str] = set()
         try:
             self._follow_model()
@@ -127,12 +118,14 @@ class Recorder:
         observer = Observer(unwrap_model(self.model), self.undo_nbytes)
         # A disabled scaler neither scales nor skips.
         scaler = self.scaler if getattr(self.scaler, "is_enabled", lambda: True)() else None
-        self._training = describe_training(self, observer)
+        self._training = Training(self, observer)
         self._track(observer, scaler)
         self._handles.callback(BEFORE_UPDATE.add(Hook(self._tracker.before_step)))
         self._handles.callback(AFTER_UPDATE.add(Hook(self._tracker.after_step)))
         if not self.training_step:
             attach(self.model, self._before_forward, self._after_forward, self._handles)
+            if "forward" in vars(observer.model):  # replaced, as Accelerate does
+                self._handles.push(scout_autocast(observer))
             return
         for name, child in observer.model.named_children():
             attach(child, do_nothing, functools.partial(self._keep_inside, name), self._handles)
@@ -141,10 +134,10 @@ class Recorder:
         self._observer = observer
         self._tracker = StepTracker(observer, self._policy, scaler, on_stop=self._handles.close)
         tracker = self._tracker
-        used = (tracker.make_step, tracker.start_step, tracker.watch, tracker.decide_known, tracker.on_exception)
-        hooks = [Hook(function) for function in used]
-        self._make_step, self._start_step, self._look_at, self._decide_known, self._on_exception = hooks
-        self._note_call = Hook(tracker.note_call)
+        used = (tracker.begin, tracker.start_step, tracker.add_call, tracker.on_exception, self._check_loss)
+        self._begin, self._start_step, self._add_call, self._on_exception, self._check = [
+            Hook(function) for function in used
+        ]
 
     @property
     def written(self) -> tuple[Path, ...]:
@@ -184,7 +177,7 @@ class Recorder:
         Raises:
             NonFiniteTrainingError: as for `step`.
         """
-        self._start_step(self._make_step(batch, explicit=True))
+        self._begin(batch, explicit=True)
 
     def watch(self, loss: torch.Tensor | None = None, batch: Any = None) -> None:
         """Check this step's loss; call this before the backward pass. It does not wait for the device.
@@ -216,14 +209,16 @@ class Recorder:
             if step is None or loss is None:
                 return
         step.batch = step.batch if batch is None else held(batch)
-        self._look_at(step, self._as_tensor(loss), ask_all=True)
-        is_outside = self.loss is None and step.loss_place is None and not self.training_step
-        if is_outside and loss is not None:
+        self._check(step, loss)
+
+    def _check_loss(self, step: RecordedStep, loss: Any) -> None:
+        self._tracker.watch(step, self._as_tensor(loss), ask_all=True)
+        if self.loss is None and loss is not None and not self.training_step and step.find_loss() is None:
             self._warn(
                 "the loss is computed outside of the model, so a replay cannot check it or its gradients. Give the "
                 "recorder a function at a file's top level: loss=loss_of, with def loss_of(output, batch): return ..."
             )
-        self._decide_known(step)
+        self._tracker.decide_known(step)
 
     def _as_tensor(self, loss: Any) -> torch.Tensor | None:
         """Return the loss as a tensor; None, with a warning in the log, if it is not a number."""
@@ -299,15 +294,13 @@ class Recorder:
     def _at_exit(self) -> None:
         self._on_exception(None if is_interactive() else getattr(sys, "last_value", None))
 
-    def hold(self, batch: Any) -> None:
-        """Note the batch of the current step, which ends in an exception before `watch`; for integrations."""
-        if self._tracker.current is not None:
-            self._tracker.current.batch = held(batch)
-
     def call_training_step(self, *args: Any, **kwargs: Any) -> None:
-        """Note that `training_step` is about to be called with these arguments; for integrations, after `begin`."""
-        with self.ambient():
-            self._note_call(args, kwargs)
+        """Note that `training_step` is about to be called with these arguments.
+
+        For integrations, after `begin` and under the autocast that it will run under.
+        """
+        if self._tracker.current is not None:
+            self._add_call(self._tracker.current, args, kwargs)
 
     def _keep_inside(self, name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         step = self._tracker.current
@@ -315,18 +308,10 @@ class Recorder:
             step.inside[name] = pack(output, f"output.{name}")
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Begin a step; at the first, look for autocast inside a forward that was replaced, as Accelerate does."""
-        step, observer, model = self._tracker.before_forward(module, args, kwargs), self._observer, self._observer.model
-        if step is None or step.before is None:
-            return
-        for lost in step.calls[0].notes[:1]:
+        step = self._tracker.before_forward(module, args, kwargs)
+        for lost in step.calls[0].notes[:1] if step is not None else ():
             what = f"a file cannot hold {lost}; a replay passes None instead. If the model needs it, replay with --call"
             self._warn(f"{what} FILE.py:NAME, a function (model, batch) that makes it again.")
-        if self._scouted or step.before.autocast["enabled"] or "forward" not in vars(model):
-            return
-        self._scouted = True
-        note = functools.partial(setattr, observer, "autocast_inside")
-        self._handles.push(scout_autocast([*model.modules()][1:], note, observer.device.type))
 
     def _after_forward(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         step = self._tracker.after_forward(output)
@@ -343,7 +328,7 @@ class Recorder:
 
     def _make_contents(self, step: RecordedStep, reason: str, event: str) -> Mapping[str, Any]:
         has_optimizer = bool(self._tracker.trainers.optimizers)
-        contents = describe(self._training, step, reason, event, has_optimizer=has_optimizer)
+        contents = self._training.describe(step, reason, event, has_optimizer=has_optimizer)
         for note in contents["left_out"]:
             if note.startswith(_NOT_PROVED):
                 self._warn(f"{note}. A replay may not be of the step that failed.")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from operator import is_, itemgetter
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -30,10 +29,10 @@ from nandoctor.dumps.packing import Packed, pack
 from nandoctor.dumps.recorded_format import RandomStates
 from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.text import dtype_name
-from nandoctor.torch_compat import buffers_of, parameters_of, versions_of
+from nandoctor.torch_compat import buffers_of, parameters_of, version_of
 from nandoctor.tracing.tensor_stats import walk_tensors
 
-RAISED = Flag(1.0)
+RAISED = Flag(math.inf)
 """The flag of a step that raised an error for a non-finite value."""
 
 
@@ -48,8 +47,8 @@ class RecordedStep:
     outputs if the step is a method other than forward. `scale` is the loss scale before the step; `scale_version` shows
     whether the scaler was updated since. `skip` is a fused optimizer's own flag, `skipped` what is known without it.
     `accumulated` is the largest gradient after a micro-batch without an update. `num_updates` counts the optimizer
-    updates since. `stamp` is taken after the first forward; `was_rewritten`: it showed a write by the loop itself
-    before the first update.
+    updates since. `stamp` is taken after the first forward, if the weights are the model's own and stay where they
+    are; `was_rewritten`: it showed a write by the loop itself before the first update.
     """
 
     step: int
@@ -66,7 +65,6 @@ class RecordedStep:
     inside: dict[str, Packed] = field(default_factory=dict)
     running: int = 0
     loss: torch.Tensor | None = None
-    loss_place: str | None = None
     flags: list[Flag] = field(default_factory=list)
     skip: Flag | None = None
     skipped: bool = False
@@ -82,17 +80,18 @@ class RecordedStep:
     @property
     def loss_nonfinite(self) -> bool:
         """True if the watched loss or output is non-finite, on this rank or another."""
-        return any(max(flag.values()) > 0 for flag in self.flags)
+        return any(flag.nonfinite for flag in self.flags)
 
     @property
     def nonfinite_here(self) -> bool:
         """True if the watched loss or output is non-finite on this rank."""
-        return any(flag.values()[0] > 0 for flag in self.flags)
+        return not all(math.isfinite(flag.values()[0]) for flag in self.flags)
 
     @property
     def nonfinite_ranks(self) -> list[int]:
         """The ranks on which the watched loss or output is non-finite; empty if there is only one rank."""
-        return sorted({rank for flag in self.flags for rank, value in enumerate(flag.values()[1:]) if value > 0})
+        values = [item for flag in self.flags for item in enumerate(flag.values()[1:])]
+        return sorted({rank for rank, value in values if not math.isfinite(value)})
 
     @property
     def awaits_gradients(self) -> bool:
@@ -108,8 +107,9 @@ class RecordedStep:
     @property
     def spoiled(self) -> Update | None:
         """The first update that left a weight non-finite."""
-        spoiled = [update for update in self.updates if update.weights is not None and update.weights.nonfinite]
-        return spoiled[0] if spoiled else None
+        return next(
+            (update for update in self.updates if update.weights is not None and update.weights.nonfinite), None
+        )
 
     @property
     def reason(self) -> str:
@@ -145,10 +145,9 @@ class RecordedStep:
             return None
         return {name: tensor for update in self.updates for name, tensor in (update.undo or {}).items()}
 
-    def outputs(self) -> Iterator[torch.Tensor]:
-        """Yield all tensors that the calls and the recorded children returned."""
-        for packed in (*self.returned, *self.inside.values()):
-            yield from (tensor for tensor, _ in packed.tensors)
+    def outputs(self) -> list[torch.Tensor]:
+        """Return all tensors that the calls and the recorded children returned."""
+        return [tensor for packed in (*self.returned, *self.inside.values()) for tensor, _ in packed.tensors]
 
     def own_loss(self) -> torch.Tensor | None:
         """Return the scalar `loss` in the last call's output, as transformers' models return it; None without one."""
@@ -175,7 +174,6 @@ class RecordedStep:
         """
         batch = pack(self.batch, "batch", kinds=True)
         names, outputs = _parameter_names(function), [packed.tree for packed in self.returned]
-        place = self.find_loss() if self.loss_place is None else self.loss_place
         contents = {
             "calls": [
                 {
@@ -190,7 +188,7 @@ class RecordedStep:
             "watched": list(self.inside),
             "batch": batch.tree,
             "output": outputs[0] if len(outputs) == 1 else outputs,
-            "loss_field": place if len(outputs) == 1 else None,
+            "loss_field": self.find_loss() if len(outputs) == 1 else None,
         }
         if is_whole:
             inside = {name: packed.tree for name, packed in self.inside.items()}
@@ -233,21 +231,16 @@ def _parameter_names(function: Callable[..., Any]) -> list[str]:
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
-_FLAG = itemgetter("training")
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_IS_TRAINING = attrgetter("training")
 
 
 class StateBefore(NamedTuple):
-    """The state before the forward; `training` has the train flags in the order of the model's modules.
-
-    `generators` has the states of the random generators that modules hold as attributes.
-    """
+    """The state before the forward; `training` has the train flags in the order of the model's modules."""
 
     kept: _Snapshot
     training: tuple[bool, ...]
     autocast: dict[str, Any]
     default_dtype: torch.dtype
-    generators: dict[str, torch.Tensor]
 
 
 class Observer:
@@ -258,65 +251,42 @@ class Observer:
         self._built_dtype = dtype_name(torch.get_default_dtype())
         self.sharded = any(map(is_sharded, model.parameters()))
         self._paths, self._modules = zip(*model.named_modules(), strict=True)
-        self._attributes = list(map(vars, self._modules))
-        held = [(path, *item) for path, own in zip(self._paths, self._attributes, strict=True) for item in own.items()]
-        drawing = {
-            f"{path}.{name}".lstrip("."): value for path, name, value in held if issubclass(type(value), _GENERATORS)
-        }
-        self._own_generators = {name: it for name, it in drawing.items() if isinstance(it, torch.Generator)}
-        self._unsaved = [f"{name}: the state of a random generator" for name in drawing.keys() - self._own_generators]
         self._keeper = StateKeeper(model, undo_nbytes)
-        weights = [place for place in _places_of(model, parameters_of) if place[1][place[2]] is not None]
-        trained = [place for place in weights if _is_trained(place)]
-        self._first = [*weights, *_places_of(model, buffers_of)][:1]
+        held = [(place, place[1][place[2]]) for place in _places_of(model, parameters_of)]
+        weights = [(place, weight) for place, weight in held if weight is not None]
+        trained = [place for place, weight in weights if weight.requires_grad and can_join(weight)]
+        self._first = [*(place for place, _ in weights), *_places_of(model, buffers_of)][:1]
         self._ends = [*trained[:1], *trained[-1:]]
-        self.device, self.generators = torch.device("cpu"), Generators()
+        self.device, self.generators = self._find_device(), Generators()
         self.autocast_inside: dict[str, Any] | None = None
-        self._follow_device()
 
-    def _follow_device(self) -> None:
-        """Update the device: the model may be moved after its recorder was made."""
-        for _, registry, name in self._first:
-            first = registry.get(name)
-            if first is not None and first.device != self.device and not first.is_meta:
-                self.device = first.device
+    def _find_device(self) -> torch.device:
+        first = next((registry.get(name) for _, registry, name in self._first), None)
+        return torch.device("cpu") if first is None or first.is_meta else first.device
 
     def look(self) -> StateBefore:
         """Return the current state."""
-        self._follow_device()
+        self.device = self._find_device()  # the model may be moved after its recorder was made
         return StateBefore(
             kept=self._keeper.keep(),
-            training=self._read_flags(),
+            training=tuple(map(_IS_TRAINING, self._modules)),
             autocast=read_autocast(self.device.type),
             default_dtype=torch.get_default_dtype(),
-            generators={place: generator.get_state() for place, generator in self._own_generators.items()},
         )
-
-    def _read_flags(self) -> tuple[bool, ...]:
-        """Return the train flags, from the modules' instance dicts: that is faster than a lookup through the class."""
-        try:
-            return tuple(map(_FLAG, self._attributes))
-        except KeyError:  # TorchScript keeps its flags outside of Python, and a class may have a property
-            return tuple(module.training for module in self._modules)
 
     @property
     def has_lent_weights(self) -> bool:
         """True while `torch.func.functional_call` has put other tensors in place of the model's parameters."""
         return any(not isinstance(registry.get(name), nn.Parameter) for _, registry, name in self._ends)
 
-    def stamp(self) -> list[Stamp] | None:
-        """Return the stamps of the first and the last trained weight.
-
-        None if it cannot tell: FSDP itself moves the weights, and a function may have lent them to the model.
-        """
-        if self.sharded or self.has_lent_weights:
-            return None
-        return _stamps_of([registry[name] for _, registry, name in self._ends])
+    def stamp(self) -> list[Stamp]:
+        """Return the stamps of the first and the last trained weight."""
+        held = [registry.get(name) for _, registry, name in self._ends]
+        return _stamps_of([weight for weight in held if weight is not None])
 
     def was_written(self, stamp: list[Stamp] | None) -> bool:
         """Return True if the weights were written since, as far as the stamp shows."""
-        now = self.stamp()
-        return stamp is not None and now is not None and stamp != now
+        return stamp is not None and stamp != self.stamp()
 
     def describe(self, before: StateBefore, weights: Mapping[str, torch.Tensor]) -> tuple[dict[str, Any], list[str]]:
         """Return a dump's entries for the state before the forward, and notes on what could not be kept.
@@ -342,22 +312,12 @@ class Observer:
             "autocast": before.autocast if before.autocast["enabled"] else self.autocast_inside or before.autocast,
             "default_dtype": dtype_name(before.default_dtype),
             "built_dtype": self._built_dtype,
-            "generators": before.generators,
         }
         if not is_same:
             return contents, ["the modules of the step: some were added or taken out after the recorder was made"]
         lost += [name for name in buffers if name not in kept]  # those of TorchScript
         changed = "the file has its value from after the forward, not before it"
-        return contents, [*self._unsaved, *(f"state_dict.{name}: {changed}" for name in lost)]
-
-
-def _is_trained(place: _Place) -> bool:
-    """Return True for a weight that requires gradients and whose values can be read."""
-    _, registry, name = place
-    held = registry[name]
-    if not isinstance(held, nn.Parameter) or not held.requires_grad or not can_join(held):
-        return False
-    return not held.is_meta and not held.is_inference()
+        return contents, [f"state_dict.{name}: {changed}" for name in lost]
 
 
 _SMALL_NBYTES = 1 << 20
@@ -370,12 +330,12 @@ Tensors = tuple[torch.Tensor | None, ...]
 State = tuple[dict[str, torch.Tensor], list[str]]
 _Snapshot = Callable[[], State]
 """Returns tensors by name as they were before a forward, and the names of those overwritten without a copy."""
-Stamp = tuple[int, int]
+Stamp = tuple[int | None, int]
 
 
 def _stamps_of(tensors: Sequence[torch.Tensor]) -> list[Stamp]:
     """Return what a write changes, except in place through `.data` and numpy: each one's version and memory."""
-    return [*zip(versions_of(tensors), map(torch.Tensor.data_ptr, tensors), strict=True)]
+    return [(version_of(tensor), tensor.data_ptr()) for tensor in tensors]
 
 
 def _places_of(model: nn.Module, registry_of: Callable[[nn.Module], Any]) -> list[_Place]:
@@ -406,9 +366,7 @@ class _SnapshotPlan:
             chosen = [name for name in present if name in self._buffers and present[name].nbytes <= _SMALL_NBYTES]
         self._order = JoinOrder([present[name] for name in chosen])
         self._copied = {chosen[place]: present[chosen[place]] for place in self._order.places}
-        others = {name: tensor for name, tensor in present.items() if name not in self._copied}
-        # Inference tensors have no version counter.
-        self._watched = {name: tensor for name, tensor in others.items() if not tensor.is_inference()}
+        self._watched = {name: tensor for name, tensor in present.items() if name not in self._copied}
 
     def take(self) -> _Snapshot:
         """Return a snapshot of the tensors."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nandoctor.capture.environment import is_typed, read_rank
 from nandoctor.capture.step import RAISED, RecordedStep
@@ -19,6 +19,9 @@ from nandoctor.dumps.recorded_format import Recorded, Reference, approving_comma
 from nandoctor.dumps.writer import remove_orphans, write_dump
 from nandoctor.errors import NonFiniteTrainingError
 from nandoctor.text import join_first, number
+
+if TYPE_CHECKING:
+    from nandoctor.capture.recorder import Recorder
 
 LOG = logging.getLogger("nandoctor")
 
@@ -44,12 +47,8 @@ class StepPolicy:
     training that fails at every other step must not spend its time on writing.
     """
 
-    threshold: float
-    window: int
-    folder: Path
-    keep: int
+    settings: Recorder
     make_contents: Callable[[RecordedStep, str, str], Mapping[str, Any]]
-    on_save: OnSave | None
     written: dict[Path, str] = field(default_factory=dict)
     _failed: deque[bool] = field(init=False)
     _num_steps: int = 0
@@ -59,9 +58,9 @@ class StepPolicy:
     _last_fit: float = -math.inf
 
     def __post_init__(self) -> None:
-        self._failed = deque(maxlen=self.window)
+        self._failed = deque(maxlen=self.settings.window)
         with suppress(OSError):
-            remove_orphans(self.folder)  # left by an earlier run that was killed
+            remove_orphans(Path(self.settings.folder))  # left by an earlier run that was killed
 
     def decide(self, step: RecordedStep, *, may_stop: bool) -> None:
         """Count the step, and save it if it begins an episode or ends the training.
@@ -84,8 +83,9 @@ class StepPolicy:
             return
         self._last_worth_saving = step.step
         num_failed, waited = sum(self._failed), self._num_steps - self._last_saved
-        stops = failed and num_failed > self.threshold * self.window
-        if not stops and not (begins and (len(self.written) < self.keep or waited >= self.window)):
+        settings = self.settings
+        stops = failed and num_failed > settings.threshold * settings.window
+        if not stops and not (begins and (len(self.written) < settings.keep or waited >= settings.window)):
             return
         _, saved = self._save(step, reason, "stopped" if stops else "first")
         what = _describe(step, reason)
@@ -109,26 +109,28 @@ class StepPolicy:
         if step.before is None:
             return None, "The model was not called in this step, so there is nothing to save."
         self._last_saved = self._num_steps
-        rank, world_size = read_rank()
+        settings, (rank, world_size) = self.settings, read_rank()
         kind = "nan" if reason in ("loss", "gradients", "update", "skipped") else "step"
         stem = f"{kind}-step{step.step:06d}" + (f"-micro{step.micro_batch}" if step.micro_batch else "")
         stem += f"-rank{rank}" if world_size > 1 else ""
         try:
             contents = self.make_contents(step, reason, event)
-            path = write_dump(contents, self.folder, stem)
+            path = write_dump(contents, Path(settings.folder), stem)
         except Exception as error:
-            LOG.warning("nandoctor could not save %s in %s (%s: %s).", stem, self.folder, type(error).__name__, error)
+            LOG.warning(
+                "nandoctor could not save %s in %s (%s: %s).", stem, settings.folder, type(error).__name__, error
+            )
             return None, "It could not be saved; the log says why."
-        while len(self.written) >= self.keep:
+        while len(self.written) >= settings.keep:
             skipped = (old for old, why in self.written.items() if why == "skipped")
             oldest = next(skipped, next(iter(self.written)))
             del self.written[oldest]
             with suppress(OSError):
                 oldest.unlink(missing_ok=True)
         self.written[path] = reason
-        if self.on_save is not None:
+        if settings.on_save is not None:
             try:
-                self.on_save(path, contents["event"])
+                settings.on_save(path, contents["event"])
             except Exception as error:
                 LOG.warning("on_save failed for %s (%s: %s).", path, type(error).__name__, error)
         return path, say_next(path, contents)

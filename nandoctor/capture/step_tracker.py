@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from nandoctor.capture.hooks import Hook
 from nandoctor.capture.step import RAISED, Observer, RecordedStep, held, pack_call
 from nandoctor.capture.step_policy import StepPolicy
-from nandoctor.capture.tensors import Flag, can_join, flag_magnitude, flag_nonfinite
+from nandoctor.capture.tensors import Flag, can_join, flag_magnitude, largest_magnitude
 from nandoctor.capture.updates import Trainers, Update
-from nandoctor.dumps.packing import Packed, copied, pack
+from nandoctor.dumps.packing import copied, pack
 from nandoctor.errors import NonFiniteTrainingError
 from nandoctor.torch_compat import backward_under_way, is_wrapped, read_loss_scale, tree_tensors
 
@@ -48,8 +48,7 @@ class StepTracker:
         self.trainers = Trainers(observer.model, observer.undo_nbytes)
         self._last = (-1, 0)
         self._scale_version: int | None = None
-        self._last_inputs = Packed(tree=None)
-        self._overwrites: bool | None = None  # True once a forward wrote to its inputs, None until one has returned
+        self._overwrites = False  # True once a forward wrote to its inputs
         self._accumulates, self._process = False, os.getpid()
         self._handled = id(None)
         self._before_update, self._after_step = Hook(self.before_update), Hook(self.after_step)
@@ -59,8 +58,8 @@ class StepTracker:
         """The step whose update comes next: the current one, or the one whose block has just ended."""
         return self.current or self._ended
 
-    def make_step(self, batch: Any = None, *, explicit: bool) -> RecordedStep:
-        """Return a new step with the next number, or the next micro-batch of the last, and the current loss scale."""
+    def begin(self, batch: Any = None, *, explicit: bool) -> RecordedStep:
+        """End the current step, and begin one with the next number, or the next micro-batch of the last."""
         scale, version = self._read_scale()
         number, micro_batch = self._last
         probe = self.trainers.probe
@@ -73,7 +72,7 @@ class StepTracker:
             number = self.next_step
         self._last, self.next_step = (number, micro_batch), number + 1
         self._accumulates, self._scale_version = probe is not None, version
-        return RecordedStep(
+        step = RecordedStep(
             step=number,
             micro_batch=micro_batch,
             epoch=self.epoch,
@@ -82,6 +81,8 @@ class StepTracker:
             scale=scale,
             scale_version=version,
         )
+        self.start_step(step)
+        return step
 
     def _read_scale(self) -> tuple[Flag | None, int | None]:
         """Return the loss scale as a flag, and how often the scaler was updated; None without a scaler."""
@@ -140,8 +141,7 @@ class StepTracker:
         """Flag a micro-batch with non-finite gradients: what is added to them stays so, and the scaler will skip it."""
         if step.awaits_gradients:
             largest = self.trainers.find_all().gradients()
-            if largest is not None:
-                step.skip = flag_nonfinite([torch.as_tensor(largest)], self._observer.device, ask_all=False)
+            step.skip = Flag(0.0 if largest is None else ~torch.as_tensor(largest).isfinite())
 
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -154,36 +154,28 @@ class StepTracker:
             if not with_grad and (step.flags or (step.calls and not step.without_grad)):
                 return None  # a validation inside the step
             if step.updates or (with_grad and step.without_grad):  # what made the batch is no part of the step
-                step = self.make_step(step.batch, explicit=True)
-                self.start_step(step)
+                step = self.begin(step.batch, explicit=True)
         elif not with_grad or not module.training:
             self.unwatched_eval = True
             return None
         elif step is None or step.flags or len(step.calls) >= _MAX_UNMARKED_CALLS:
-            step = self.make_step(explicit=False)
-            self.start_step(step)
-        self._add_call(step, pack_call(args, kwargs), with_grad=with_grad)
-        return step if len(step.calls) == 1 else None
-
-    def _add_call(self, step: RecordedStep, inputs: Packed, *, with_grad: bool) -> None:
+            step = self.begin(explicit=False)
         if RAISED in step.flags:  # the loop has caught the error, and calls the model in another way
             step.flags.remove(RAISED)
             del step.calls[-1:], step.random[-1:]
         self._handled = id(sys.exc_info()[1])
-        step.before = step.before or self._observer.look()
-        step.random.append(self._observer.generators.read(self._observer.device))
+        self.add_call(step, args, kwargs)
         step.without_grad = not with_grad
-        step.has_lent_weights = step.has_lent_weights or self._observer.has_lent_weights
-        self._last_inputs = inputs
-        step.calls.append(inputs if self._overwrites is False else copied(inputs))
         step.running += 1
+        return step if len(step.calls) == 1 else None
 
-    def note_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Note a call of another method of the model, whose return is not seen."""
-        if self.current is not None:
-            self.current.before = self._observer.look()
-            self.current.random.append(self._observer.generators.read(self._observer.device))
-            self.current.calls.append(pack_call(args, kwargs))
+    def add_call(self, step: RecordedStep, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note a call of the model, and what it begins with."""
+        observer, inputs = self._observer, pack_call(args, kwargs)
+        step.before = step.before or observer.look()
+        step.random.append(observer.generators.read(observer.device))
+        step.has_lent_weights = step.has_lent_weights or observer.has_lent_weights
+        step.calls.append(copied(inputs) if self._overwrites else inputs)
 
     def after_forward(self, output: Any) -> RecordedStep | None:
         """Note what a call of the model returned; return its step, or None. If it raised an error, find out why.
@@ -198,19 +190,21 @@ class StepTracker:
             if _is_for_nonfinite(error):
                 step.flags.append(RAISED)
             return None
-        self._overwrites = bool(self._overwrites) or self._last_inputs.overwritten
+        self._overwrites = self._overwrites or step.calls[-1].overwritten
         step.returned.append(pack(output, "output"))
-        if len(step.returned) == 1:
+        if len(step.returned) == 1 and not (step.has_lent_weights or self._observer.sharded):  # FSDP moves weights
             step.stamp = self._observer.stamp()
         return step
 
     def watch(self, step: RecordedStep, loss: torch.Tensor | None, *, ask_all: bool) -> None:
         """Flag a non-finite loss; without a loss, a non-finite output."""
-        if loss is not None:
+        if loss is None:
+            largest = largest_magnitude(step.outputs())
+        else:
             step.loss = loss.detach()
-            step.loss_place = step.find_loss()  # before the output is copied
-        checked = step.outputs() if loss is None or step.loss is None else iter([step.loss])
-        step.flags.append(flag_nonfinite(checked, self._observer.device, ask_all=ask_all))
+            is_usual = loss.numel() == 1 and loss.is_floating_point()
+            largest = step.loss.abs() if is_usual else largest_magnitude([step.loss])
+        step.flags.append(flag_magnitude(largest, self._observer.device, ask_all=ask_all))
 
     def decide_known(self, step: RecordedStep) -> None:
         """Decide on a step whose loss is known to be non-finite, before the loop overwrites what it is made of."""
@@ -290,11 +284,9 @@ class StepTracker:
         update = next((update for update in updates if update.optimizer is optimizer), None)
         if step is None or update is None:
             return
-        trained, device = update.trained, self._observer.device
-        update.weights = flag_magnitude(trained.weights(), device, ask_all=trained.sharded)
-        if update.weights is not None and not update.weights.on_device and update.weights.nonfinite:
-            if update.gradients is None:  # the scaler skips one of several optimizers, but clipping spreads its NaN
-                update.gradients = flag_magnitude(trained.gradients(), device, ask_all=False)
+        trained = update.trained
+        update.weights = flag_magnitude(trained.weights(), self._observer.device, ask_all=trained.sharded)
+        if not update.weights.on_device and update.weights.nonfinite:
             self._decide(step)
 
     def flush_pending(self, *, wait: bool = False, may_stop: bool = True) -> None:

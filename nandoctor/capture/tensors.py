@@ -7,7 +7,6 @@ rank's part, and its place in the whole, needs no other rank.
 
 from __future__ import annotations
 
-import cmath
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -83,26 +82,26 @@ def can_join(tensor: torch.Tensor) -> bool:
 def _join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Join the tensors. Writing into `out` bypasses autocast, which under bf16 refuses to join fp16 tensors."""
     join = torch.cat if tensors[0].dim() else torch.stack
-    try:
-        return join(tensors)  # type: ignore[arg-type]
-    except RuntimeError:
-        return join(tensors, out=tensors[0].new_empty(0))  # type: ignore[arg-type]
+    return join(tensors, out=tensors[0].new_empty(0))  # type: ignore[arg-type]
 
 
 def plain_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the numbers of a gradient or weight: the values of a sparse one, this rank's part of a sharded one."""
+    """Return the numbers of a tensor: the values of a sparse or nested one, this rank's part of a sharded one."""
     if can_join(tensor):
         return tensor
     local = local_part(tensor)
-    return sparse_values(local) if local.is_sparse else local
+    return sparse_values(local) if local.layout is not torch.strided else local
 
 
 def largest_magnitude(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
-    """Return the largest magnitude of all elements as a scalar on the device, NaN if one is NaN; None without any."""
+    """Return the largest magnitude of all floating-point or complex elements as a scalar on their device.
+
+    It is NaN if one of them is NaN; None if there are none.
+    """
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for plain in map(plain_part, tensors):
-        real = torch.view_as_real(plain) if plain.is_complex() else plain
-        if real.numel():
+        real = torch.view_as_real(plain.resolve_conj()) if plain.is_complex() else plain
+        if real.numel() and real.is_floating_point():
             groups.setdefault((real.device, real.dtype), []).append(real)
     if not groups:
         return None
@@ -114,23 +113,23 @@ def largest_magnitude(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
 
 
 class Flag:
-    """Numbers on a device, with an asynchronous copy to the host that starts when the flag is made.
+    """Magnitudes that are found on a device and copied to the host in the background, from when the flag is made.
 
     `values` waits for that copy only, not for work queued after it.
     """
 
     __slots__ = ("_event", "_host", "_values")
 
-    def __init__(self, numbers: torch.Tensor | float) -> None:
+    def __init__(self, magnitudes: torch.Tensor | float) -> None:
         self._event: Any = None
         self._host: torch.Tensor | None = None
-        if isinstance(numbers, torch.Tensor) and numbers.is_cuda:
-            self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            self._host.copy_(numbers.detach(), non_blocking=True)
+        if isinstance(magnitudes, torch.Tensor) and magnitudes.is_cuda:
+            self._host = torch.empty(magnitudes.shape, dtype=magnitudes.dtype, pin_memory=True)
+            self._host.copy_(magnitudes, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(numbers.device))
+            self._event.record(torch.cuda.current_stream(magnitudes.device))
         else:
-            self._values = _read(numbers)
+            self._values = _read(magnitudes)
 
     @property
     def on_device(self) -> bool:
@@ -144,61 +143,36 @@ class Flag:
 
     @property
     def nonfinite(self) -> bool:
-        """True if the first number, a magnitude, is NaN or infinite."""
-        return not math.isfinite(self.values()[0])
+        """True if a magnitude is NaN or infinite, on this rank or another."""
+        return not all(map(math.isfinite, self.values()))
 
     def values(self) -> list[float]:
-        """Return the numbers; waits for the copy."""
+        """Return the magnitudes, of this rank and then of each; waits for the copy."""
         if self._host is not None:
             self._event.synchronize()
             self._values, self._host = _read(self._host), None
         return self._values
 
 
-def _read(numbers: torch.Tensor | float) -> list[float]:
-    listed = numbers.detach().flatten().tolist() if isinstance(numbers, torch.Tensor) else [numbers]
-    return list(map(float, listed))
+def _read(magnitudes: torch.Tensor | float) -> list[float]:
+    numbers = magnitudes.tolist() if isinstance(magnitudes, torch.Tensor) else magnitudes
+    return numbers if isinstance(numbers, list) else [float(numbers)]
 
 
-def flag_nonfinite(tensors: Iterable[torch.Tensor], device: torch.device, *, ask_all: bool) -> Flag:
-    """Return a flag that is 1 if any element of the floating-point or complex tensors is NaN or Inf, else 0.
+def flag_magnitude(magnitude: torch.Tensor | float | None, device: torch.device, *, ask_all: bool) -> Flag:
+    """Return a magnitude as a flag, 0 if there is none.
 
-    With `ask_all` under torch.distributed, the flags of all ranks follow; every rank must ask at the same step.
+    With `ask_all` under torch.distributed those of all ranks follow, inf for NaN; every rank must ask at the same step.
     """
-    found = [_has_nonfinite(values) for values in tensors if values.is_floating_point() or values.is_complex()]
+    here = 0.0 if magnitude is None else magnitude
     rank, world_size = read_rank()
     if not ask_all or world_size == 1:
-        return Flag(any(found) if {*map(type, found)} <= {bool} else _any(found, device))
-    flags = torch.zeros(1 + world_size, device=device)
-    flags[0] = flags[1 + rank] = _any(found, device)
-    dist.all_reduce(flags[1:], op=dist.ReduceOp.MAX)
-    return Flag(flags)
-
-
-def _has_nonfinite(values: torch.Tensor) -> torch.Tensor | bool:
-    """Return True if any element is NaN or Inf: a bool for one number on a CPU, which is faster, else a tensor."""
-    if values.numel() != 1 or values.layout is not torch.strided:
-        return ~torch.isfinite(values).all()
-    if values.device.type == "cpu":
-        return not cmath.isfinite(values.item())
-    return (values.detach() * 0 != 0).squeeze()
-
-
-def _any(found: Sequence[torch.Tensor | bool], device: torch.device) -> torch.Tensor:
-    flags = [torch.as_tensor(flag, device=device) for flag in found or [False]]
-    return flags[0] if len(flags) == 1 else torch.stack(flags).any()
-
-
-def flag_magnitude(magnitude: torch.Tensor | float | None, device: torch.device, *, ask_all: bool) -> Flag | None:
-    """Return a magnitude as a flag, None if there is none.
-
-    With `ask_all` under torch.distributed it is the largest on any rank, inf for NaN; every rank must ask.
-    """
-    if ask_all and read_rank()[1] > 1:
-        local = torch.as_tensor(0.0 if magnitude is None else magnitude, dtype=torch.float32, device=device)
-        magnitude = local.nan_to_num(math.inf, math.inf)  # MAX is undefined for NaN
-        dist.all_reduce(magnitude, op=dist.ReduceOp.MAX)
-    return None if magnitude is None else Flag(magnitude)
+        return Flag(here)
+    magnitudes = torch.zeros(1 + world_size, dtype=torch.float64, device=device)
+    magnitudes[0] = here
+    magnitudes[1 + rank] = torch.as_tensor(here).nan_to_num(math.inf, math.inf)  # MAX is undefined for NaN
+    dist.all_reduce(magnitudes[1:], op=dist.ReduceOp.MAX)
+    return Flag(magnitudes)
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:

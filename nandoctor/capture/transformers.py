@@ -39,15 +39,12 @@ class RecorderCallback(TrainerCallback):
 
         @functools.wraps(compute_loss)
         def compute_and_watch(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            batch = copy(inputs)  # an overridden compute_loss may pop the labels
-            try:
-                computed = compute_loss(model, inputs, *args, **kwargs)
-            except Exception:
-                if trainer.is_in_train:
-                    self.recorder.hold(batch)
-                raise
-            if trainer.is_in_train and model.training:
-                self.recorder.watch(computed[0] if isinstance(computed, tuple) else computed, batch)
+            is_step = trainer.is_in_train and model.training
+            if is_step:
+                self.recorder.begin(copy(inputs))  # an overridden compute_loss may pop the labels
+            computed = compute_loss(model, inputs, *args, **kwargs)
+            if is_step:
+                self.recorder.watch(computed[0] if isinstance(computed, tuple) else computed)
             return computed
 
         trainer.compute_loss = compute_and_watch

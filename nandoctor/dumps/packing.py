@@ -63,6 +63,9 @@ def pack(value: Any, name: str, *, kinds: bool = False) -> Packed:
     With `kinds`, other containers keep the name of their class, and objects that have tensors as attributes are packed
     too: `fill` makes an object with the same fields.
     """
+    if type(value) is torch.Tensor and not is_wrapped(value):  # most outputs are one tensor
+        plain = value.detach()
+        return Packed(plain, (), ((plain, version_of(plain)),), (0,) if value.requires_grad else ())
     packer = _Packer(kinds=kinds)
     tree = packer.pack(value, name, 0)
     return Packed(
@@ -83,8 +86,6 @@ class _Packer:
     def pack(self, value: Any, name: str, depth: int) -> Any:
         if type(value) in _PLAIN:
             return value
-        if type(value) is torch.Tensor and not is_wrapped(value):
-            return self._take(value, name)
         num_notes, num_tensors = len(self.notes), len(self.tensors)
         try:
             return self._pack(value, name, depth)
@@ -94,7 +95,7 @@ class _Packer:
 
     def _pack(self, value: Any, name: str, depth: int) -> Any:
         if isinstance(value, torch.Tensor):
-            return self._take(value, name)  # of a subclass, or inside a transform of torch.func
+            return self._take(value, name)
         for kind in _NUMBERS_AND_TEXT:
             if isinstance(value, kind):  # of a subclass, which no reader would import
                 return kind(*kind.__getnewargs__(value))  # not what its class converts it to

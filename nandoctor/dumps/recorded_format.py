@@ -178,13 +178,13 @@ class Recorded:
     `calls` are the calls of the model in their order, or with a `method` of its `training_step`; `watched` are then the
     submodules whose outputs were saved besides the loss. `overwritten` names the outputs that the loop wrote to after
     the forward. `batch` is a tree, None if none was given. `training` maps module names to train flags. `rng` has the
-    generators' states before the step, and `generators` those of torch's generators that modules hold, by their places.
-    `default_dtype` is torch's in the step, and `built_dtype` that with which the model was built, as far as is known.
-    `loss_function` makes a scalar of output and batch; without one, `loss_field` is the place of the loss in the
-    output. `argv` is the training's command line, without the program. `backends` are torch's switches, by their names
-    under torch. `update` is the step's own, if that made weights non-finite; then `updater` is the optimizer.
-    `sources` are the project's files by their paths relative to the training's working directory. `checkpoint` is set
-    if the weights are not in the file, and `mixed_precision` if FSDP2 had a policy. `versions` are the training's.
+    generators' states before the step. `default_dtype` is torch's in the step, and `built_dtype` that with which the
+    model was built, as far as is known. `loss_function` makes a scalar of output and batch; without one, `loss_field`
+    is the place of the loss in the output. `argv` is the training's command line, without the program. `backends` are
+    torch's switches, by their names under torch. `update` is the step's own, if that made weights non-finite; then
+    `updater` is the optimizer. `sources` are the project's files by their paths relative to the training's working
+    directory. `checkpoint` is set if the weights are not in the file, and `mixed_precision` if FSDP2 had a policy.
+    `versions` are the training's.
     """
 
     calls: tuple[Call, ...] = ()
@@ -195,7 +195,6 @@ class Recorded:
     training: Mapping[str, bool] = field(default_factory=dict)
     autocast: Autocast | None = None
     rng: RandomStates | None = None
-    generators: Mapping[str, GeneratorState] = field(default_factory=dict)
     default_dtype: CastFormat | None = None
     built_dtype: CastFormat | None = None
     model: Reference | None = None

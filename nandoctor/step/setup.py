@@ -65,7 +65,6 @@ from nandoctor.step.weights import (
     fit_state,
     num_misfits,
     registered_state,
-    set_generators,
 )
 from nandoctor.text import join_first, relative_path
 from nandoctor.torch_compat import TORCH, check_torch, default_device, minor_version, other_torch
@@ -187,7 +186,7 @@ def _load_weights(code: _Code, dump: Dump, settings: Settings, device: torch.dev
     with cuda_code(device):  # it marked buffers as made on the host, and unmarks what is sent to the device
         code.model.to(device)
     add_casts(code.model, dump.recorded)
-    return [*notes, *set_generators(code.model, dump.recorded.generators)]
+    return notes
 
 
 def _explain_misfit(error: ModelError, code: _Code, dump: Dump, settings: Settings) -> ModelError:

@@ -184,21 +184,6 @@ def cast_weights(dump: Dump) -> Dump:
     return replace(dump, state={**dump.state, **cast}, notes=(*dump.notes, *notes))
 
 
-def set_generators(model: nn.Module, states: Mapping[str, torch.Tensor]) -> list[str]:
-    """Give the generators that modules hold their states from before the step; return notes on missing ones."""
-    modules, lost = dict(model.named_modules()), list[str]()
-    for place, state in states.items():
-        path, _, name = place.rpartition(".")
-        held: Any = getattr(modules.get(path), "__dict__", {}).get(name)
-        try:
-            torch.Generator.set_state(held, state)
-        except (TypeError, RuntimeError):  # it is none, or one of another device
-            lost.append(
-                f"The recorded state of {brief(place)} fits no generator of the model, which draws other numbers."
-            )
-    return lost
-
-
 def add_casts(model: nn.Module, recorded: Recorded) -> None:
     """Cast floating-point inputs and outputs of the modules that the recorded policy applied to."""
     casts, parameters = recorded.mixed_precision or ModuleCasts(), dict(model.named_parameters())

@@ -253,16 +253,3 @@ def test_a_loop_that_is_stopped_while_the_scaler_searches(tmp_path, ends):
             run.update(0)
         raise ends
     assert recorder.written == run.recorder.written == ()
-
-
-def test_clipping_by_nan_spoils_what_no_scaler_skips(tmp_path):
-    """The scaler skips one of two optimizers; the NaN of the other's gradients came by the clipping."""
-    run = Run(what="gradients", folder=tmp_path, scales=True)
-    optimizers = [torch.optim.SGD(part.parameters(), 0.1) for part in (run.net.enter, run.net.leave)]
-    for number, batch in run:
-        run.backward(run.loss(batch))
-        list(map(run.scaler.unscale_, optimizers))
-        nn.utils.clip_grad_norm_(run.net.parameters(), 1.0)
-        run.update(number, *optimizers)
-    run.recorder.close()
-    assert read_dump(run.recorder.written[0]).scalars["reason"] == "gradients"

@@ -19,7 +19,9 @@ each_optimizer = pytest.mark.parametrize("fused", [False, True], ids=["plain", "
 def feed(folder, pattern, **rule):
     policy = make_policy(folder, keep=99, **rule)
     for step, letter in enumerate(pattern):
-        policy.decide(RecordedStep(step=step, before=True, flags=[Flag(float(letter == "F"))]), may_stop=True)
+        policy.decide(
+            RecordedStep(step=step, before=True, flags=[Flag(float("inf") if letter == "F" else 1.0)]), may_stop=True
+        )
     return policy
 
 
@@ -73,8 +75,8 @@ def test_files_of_skipped_steps_make_way_first(tmp_path):
 
 def make_policy(folder, keep, threshold=0.1, window=100):
     contents = {"event": {}, "model": {"file": "net.py"}}
-    rule = {"threshold": threshold, "window": window, "keep": keep}
-    return StepPolicy(**rule, folder=folder, make_contents=lambda *_: contents, on_save=None)
+    settings = SimpleNamespace(threshold=threshold, window=window, folder=folder, keep=keep, on_save=None)
+    return StepPolicy(settings=settings, make_contents=lambda *_: contents)
 
 
 @each_optimizer
