@@ -6,7 +6,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -71,8 +71,8 @@ def replay(
         model: a Module (copied, never written to), a class or function that builds one, or the SPEC of such:
             "package.module:attr" or "file.py:attr".
         **options: the settings, such as `loss` and `amp_dtype`; `nandoctor.step.settings.Settings` has them all.
-        progress: called with (stage, module calls done, module calls in all or None). Left out, a notebook shows a
-            bar, and an interrupt of the search for fixes gives the report with those that were found.
+        progress: called with (stage, module calls done, module calls in all or None). Left out, a notebook that has
+            ipywidgets shows a bar, and an interrupt of the search for fixes gives the report with those found.
 
     Returns:
         The report, and ways to look at it.
@@ -80,7 +80,7 @@ def replay(
     Raises:
         NanDoctorError: the dump, the model, the call or an option is wrong; the message says what to do.
     """
-    with closing(_listener(progress)) as listener:
+    with _listener(progress) as listener:
         dump, settings = _read(dump, options)
         found = replay_dump(dump, anchor(model), settings, progress=listener)
         arguments = _command_arguments(dump, {"model": model, **options})
@@ -100,13 +100,13 @@ def _command_arguments(dump: Dump, given: Mapping[str, Any]) -> tuple[str, ...]:
     return command_arguments(dump.path, given)
 
 
-def _listener(progress: Progress | None) -> Listener:
-    """Return the caller's progress listener, a notebook progress bar, or a silent listener."""
+def _listener(progress: Progress | None) -> AbstractContextManager[Listener]:
+    """Return the caller's progress listener, the bar of IPython or a notebook, or a silent listener."""
     if progress is None and "IPython" in sys.modules:
-        from nandoctor.views.progress import NotebookProgress, is_notebook
+        from nandoctor.views.progress import ReplayDisplay
 
-        return NotebookProgress() if is_notebook() else Listener()
-    return Listener() if progress is None else listener_of(progress)
+        return ReplayDisplay().shown()
+    return nullcontext(Listener() if progress is None else listener_of(progress))
 
 
 def verify(

@@ -230,8 +230,6 @@ SINGULAR_INPUTS: Mapping[str, tuple[str, ...]] = {
 
 BACKWARD_HOOK = "full_backward_hook"
 """The op name for what the user's full backward hooks return; they run in an autograd Function of torch's own."""
-GRADIENT_SUM = "sum of gradients"
-"""The op name for autograd's own sum of the gradients of a tensor that several ops use."""
 HIDDEN_LOGARITHMS = {
     "logdet": "the determinant is zero",
     "linalg_slogdet": "the determinant is zero",

@@ -52,16 +52,15 @@ from nandoctor.engine.samples import (
     fails_without,
     find_guilty,
     is_read,
-    raises_anyway,
     trace_without,
 )
 from nandoctor.engine.updates import measure_slots, trace_update
 from nandoctor.errors import DumpError, LossError, ModelError
 from nandoctor.evidence.dump_summary import DumpSummary, Environment
 from nandoctor.evidence.formats import FP16
-from nandoctor.evidence.report import NOTHING_FOUND, Origin, Report, Reproduction
+from nandoctor.evidence.report import NOTHING_FOUND, Report, Reproduction
 from nandoctor.evidence.trace import Trace
-from nandoctor.fixes.hidden_values import look_for_hidden
+from nandoctor.fixes.hidden_values import diagnose_buffers, look_for_hidden
 from nandoctor.fixes.made_up_loss import fails_with_any_loss, with_doubtful_loss
 from nandoctor.fixes.search import search_fixes
 from nandoctor.fixes.verify import TrialBudget
@@ -71,7 +70,7 @@ from nandoctor.step.model_loading import ModelSource
 from nandoctor.step.settings import Settings, override
 from nandoctor.step.setup import prepare
 from nandoctor.step.weights import nonfinite_state
-from nandoctor.text import are, brief, join_first, mode_text, number, part_of
+from nandoctor.text import are, join_first, mode_text, number, part_of
 from nandoctor.torch_compat import other_torch
 from nandoctor.tracing.tensor_stats import measure_all
 
@@ -172,7 +171,7 @@ def _diagnose_step(preparation: Preparation) -> Diagnosed:
     step = findings.exposed or replayed.step
     findings = _name_samples(step, findings)
     report = _write_report(replayed, findings, preparation, summary)
-    found = Diagnosed(report=report, step=step, findings=findings, random=replayed.any_random)
+    found = Diagnosed(report=report, step=step, findings=findings, random=replayed.random)
     is_guess = replayed.plain is not None and findings.verdict == "numerics"
     return replace(found, in_fp32=partial(_diagnose_plainly, replayed, preparation)) if is_guess else found
 
@@ -196,8 +195,8 @@ def _may_fail_in_fp32(step: FailingStep, findings: Findings) -> bool:
 def _without_guess(replayed: Replayed, findings: Findings, preparation: Preparation) -> tuple[Replayed, Findings]:
     """Return the replay without autocast, and its findings, if autocast was only assumed and the failure is fp32's.
 
-    So it is if fp32 fails, or if the step cannot run under autocast at all: it raises an error whatever its values are,
-    as for two dtypes.
+    If an operation raises an error under autocast alone, and no `raise` of the code that refuses a value, the values
+    need not be why: then the precision is in doubt.
     """
     fails_in_fp32, raised = findings.conclusion.in_fp32, replayed.trace.raised
     if findings.verdict in NOTHING_FOUND and _is_sound_plainly(replayed):
@@ -206,18 +205,19 @@ def _without_guess(replayed: Replayed, findings: Findings, preparation: Preparat
     if plain is None:
         return replayed, findings
     found, low = _diagnose(plain, preparation), replayed.step.low
-    told = []
+    is_of_values = raised is None or _raises_for_values(replayed.step)
     if fails_in_fp32 or found.verdict not in NOTHING_FOUND:
-        if findings.verdict in NOTHING_FOUND:
-            told = [f"The precision is not in the file (--amp-dtype): under {low} autocast the step is sound."]
-    elif raised is not None and raises_anyway(replayed.step):
-        what = brief(raised.splitlines()[0], 200)
-        told = [f"Run without autocast: under {low} the step ends in an error, whatever its values are. {what}"]
-    elif findings.verdict in NOTHING_FOUND or plain.reproduction.grade == "no-reference":
+        told = f"The precision is not in the file (--amp-dtype): under {low} autocast the step is sound."
+        return replace(plain, notes=(told, *plain.notes)) if findings.verdict in NOTHING_FOUND else plain, found
+    if findings.verdict in NOTHING_FOUND or (is_of_values and plain.reproduction.grade == "no-reference"):
         return replayed, findings
-    else:
-        return plain, doubt_precision(found, findings)
-    return replace(plain, notes=(*told, *plain.notes)), found
+    return plain, doubt_precision(found, findings)
+
+
+def _raises_for_values(step: FailingStep) -> bool:
+    """Return True if an error is the code's own about a value, or that of an op which made NaN or Inf, as a fill."""
+    again = step.run(watch=CLOSELY)
+    return again.refused or not all(op.outputs_finite for op in again.trace.ops[-1:])
 
 
 def _is_sound_plainly(replayed: Replayed) -> bool:
@@ -304,7 +304,9 @@ def _diagnose(replayed: Replayed, preparation: Preparation) -> Findings:
                 raise
             findings = replace(findings, gaps=(describe_no_graph(error.message),))
     if forward.verdict == "healthy" and findings.trace.finite:
-        findings = look_for_hidden(step, findings)
+        findings = diagnose_buffers(step, findings)
+        if findings.exposed is None:
+            findings = look_for_hidden(step, findings)
         if step.loss is None and findings.exposed is None:
             findings = _diagnose_without_loss(step, findings)
     findings = conclude_optimizer(replace(findings, slots=measure_slots(dump.moments, step.model)))
@@ -326,26 +328,14 @@ def _name_samples(step: FailingStep, findings: Findings) -> Findings:
         return findings
     policy = REFERENCE if findings.conclusion.in_fp32 else None
     failing = findings.reference if policy is REFERENCE else findings.trace
-    ends_there = findings.trace.finite or _stays_to_the_end(first.origin, failing)
-    symptom = Symptom(origin=first.origin, policy=policy, failing=failing, ends_there=ends_there)
+    symptom = Symptom(origin=first.origin, policy=policy, failing=failing)
     guilty = find_guilty(step, flagged_rows(findings), symptom)
     return blame(findings, guilty, describe_difference(step.call, guilty or ()))
-
-
-def _stays_to_the_end(origin: Origin, failing: Trace) -> bool:
-    """Return True if rows that one call of an op spoils are not left out on the way, as by a mask or by the loss."""
-    place, rows = (origin.op, origin.source, origin.place.module), origin.elements.samples
-    made = (op for op in failing.ops if not op.outputs_finite)
-    num_calls = sum((op.op, op.own_line, op.place.module) == place for op in made)
-    is_sole = num_calls == 1 and all(stats.finite for stats in origin.inputs)
-    return is_sole and bool(rows) and rows == failing.rows_hit and not failing.fails_in_loss
 
 
 def _diagnose_forward(replayed: Replayed) -> Findings:
     """Compare the replay with a run in fp32, op by op if something went wrong."""
     step, trace = replayed.step, replayed.trace
-    if trace.unread and not trace.ops:
-        trace = step.run(watch=CLOSELY).trace  # only the ops show what goes into an unread output
     reference, conclusion = _run_reference(step, trace), Conclusion()
     if trace.finite and reference.finite and not outputs_differ(trace.output, reference.output):
         trace, reference = _counted(step, trace, step.mode.policy), _counted(step, reference, REFERENCE)
@@ -366,7 +356,7 @@ def _diagnose_forward(replayed: Replayed) -> Findings:
 def _run_reference(step: FailingStep, trace: Trace) -> Trace:
     """Run the step in fp32, watched as closely as its replay's failure asks for."""
     closely = replace(CLOSELY, stage="replay")
-    if not trace.finite or trace.unread:
+    if not trace.finite:
         return step.run(REFERENCE, closely).trace
     return (run_whole(step, REFERENCE, closely) if trace.bad_gradients else step.run(REFERENCE)).trace
 

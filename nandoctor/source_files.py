@@ -15,7 +15,6 @@ import sys
 import sysconfig
 import tokenize
 import warnings
-from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -107,49 +106,14 @@ def decode_source(data: bytes) -> tuple[str, str]:
 
 
 def package_of(path: Path) -> tuple[Path, str] | None:
-    """Return the parent folder of a file's package, and the file's dotted name; None for a script.
-
-    A file is of a package if it imports relatively, or imports a part of that package by the package's name.
-    """
+    """Return the parent folder of a file's package, and the file's dotted name; None without relative imports."""
     tree = parse_source(path)
     statements = tree.body if tree is not None else []
     num_up = max((statement.level for statement in statements if isinstance(statement, ast.ImportFrom)), default=0)
-    if 0 < num_up < len(path.parents):
-        root: Path | None = next(folder for folder in path.parents[num_up:] if not (folder / "__init__.py").is_file())
-    else:
-        root = _folder_imported_from(path, {name for statement in statements for name in _imported_by(statement)})
-    if root is None:
+    if not 0 < num_up < len(path.parents):
         return None
+    root = next(folder for folder in path.parents[num_up:] if not (folder / "__init__.py").is_file())
     return root, ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-
-
-def _imported_by(statement: ast.stmt) -> Iterator[str]:
-    """Yield the names of the modules that an absolute import names, "a.b" for `from a import b` too."""
-    if isinstance(statement, ast.Import):
-        yield from (alias.name for alias in statement.names)
-    elif isinstance(statement, ast.ImportFrom) and not statement.level:
-        yield from (f"{statement.module}.{alias.name}" for alias in statement.names)
-        yield str(statement.module)
-
-
-def _folder_imported_from(path: Path, names: Collection[str]) -> Path | None:
-    """Return the folder above the file where these imports find modules of a package that the file is in."""
-    for folder in path.parents[:-1]:
-        for name in names:
-            top, _, rest = name.partition(".")
-            place = folder.parent.joinpath(*name.split("."))
-            if top == folder.name and rest and (place.is_dir() or place.with_suffix(".py").is_file()):
-                return folder.parent if _is_nowhere_else(top, folder) else None
-    return None
-
-
-def _is_nowhere_else(name: str, folder: Path) -> bool:
-    """Return True if Python finds no other module of this name than the folder; nothing is imported."""
-    try:
-        found = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        return False
-    return found is None or folder in map(Path, found.submodule_search_locations or ())
 
 
 def is_installed(path: Path) -> bool:

@@ -240,11 +240,6 @@ def version_of(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def versions_of(tensors: Iterable[Tensor]) -> list[int]:
-    """Return the same counts for many tensors, none of them an inference tensor."""
-    return list(map(attrgetter("_version"), tensors))
-
-
 is_view: Callable[[Tensor], bool] = Tensor._is_view
 """Returns True if autograd tracks the tensor as a view of another."""
 

@@ -154,11 +154,6 @@ def placed_map(change: Callable[[Place, Any], Any], tree: Any) -> Any:
     return visit((), tree)
 
 
-def tree_leaves(tree: Any) -> list[Any]:
-    """Return every part of a nested container that is no container itself."""
-    return [item for _, item in walk(tree) if parts(item) is None and item is not BEYOND]
-
-
 def spell(place: Place) -> str:
     """Return a place as Python would look it up: "", "logit", "hidden[2]"."""
     spelled = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in place)

@@ -61,15 +61,13 @@ class Query:
     """A request: the dump, how to replay it, and what the caller knows.
 
     `changed` are files that the caller says were changed, for a dump that cannot tell; or True. `proved`: a search has
-    proved the change, in its very text, on the step in this mode and with these random numbers. `other_mode_differs`:
-    the step passes in train mode, but fails in eval mode because of running statistics in the file.
+    proved the change, in its very text, on the step in this mode and with these random numbers.
     """
 
     dump: Dump
     settings: Settings
     changed: Changed = ()
     proved: bool = False
-    other_mode_differs: bool = False
 
 
 def verify_dump(
@@ -83,9 +81,9 @@ def verify_dump(
     found = replay_dump(query.dump, model, query.settings, progress=progress)
     if _fails_by_running_statistics(found.report) and _guessed_mode(query):
         trained = replay_dump(query.dump, model, replace(query.settings, mode="train"), progress=progress)
-        if trained.report.verdict in _PASSES and trained.step is not None:
-            query = replace(query, other_mode_differs=True)
-            found = trained if find_changes(query, trained.step).changed else found
+        # Non-finite statistics alone are no failure of a step in train mode, and no sound state either.
+        is_told = _describe_failure(trained, query.dump) is not None
+        found = trained if is_told and trained.report.verdict in _PASSES else found
     verification = _conclude(found, query)
     return verification, _add_outcome(found.report, verification)
 
@@ -144,8 +142,8 @@ def _conclude(found: Diagnosed, query: Query) -> Verification:
         modes = (attempt.training for attempt in report.reproduction.attempts)
         blank = replace(blank, run=mode_text(step.randomness.seed, *modes))
     measured = blank if query.proved else _measure(blank, step, query, found)
-    measured = replace(measured, notes=tuple(_notes(measured, query, found.report.dump, step)))
-    if doubts := dict(_doubts(measured, found, query)):
+    measured = replace(measured, notes=tuple(_notes(measured, found.report.dump, step)))
+    if doubts := {} if query.proved else dict(_doubts(measured, found, query)):
         return _cannot_tell(measured, [*doubts], [*filter(None, doubts.values())])
     if failure is None:
         return replace(measured, outcome="passes", headline="the step passes, and the file does not say that it failed")
@@ -163,12 +161,8 @@ def _fails(blank: Verification, report: Report, query: Query) -> Verification:
         if report.verdict == "state":
             reason = "The weights that were given are non-finite, and not known to be those of the failing step."
             return _cannot_tell(shown, [reason], ["Give a checkpoint from before the failing step with --weights."])
-    explain = [] if report.cause is None else [f"nandoctor explain {report.cause.code}"]
-    if query.other_mode_differs:
-        explain.append(
-            "The step passes in train mode: if that is where it failed, and the code has changed, --mode train"
-        )
-    return replace(shown, outcome="still-fails", headline=report.headline, next_steps=tuple(explain))
+    explain = () if report.cause is None else (f"nandoctor explain {report.cause.code}",)
+    return replace(shown, outcome="still-fails", headline=report.headline, next_steps=explain)
 
 
 def _cannot_tell(blank: Verification, reasons: Sequence[str], next_steps: Sequence[str] = ()) -> Verification:
@@ -222,24 +216,24 @@ _OTHER_VALUES = (
 def _doubts(measured: Verification, found: Diagnosed, query: Query) -> Iterator[tuple[str, str]]:
     """Yield why a finite step is not the one that failed, or not right, each with what to do, "" if that is nothing."""
     code = measured.code
-    if measured.output is None and not query.proved:
+    if measured.output is None:
         yield "There is not enough memory to check the output and the gradients.", ""
     for check in (check for check in measured.checks if check.status == "failed"):
         yield f"The step is finite, but it does not pass the check of {check.name}: {check.text}.", ""
     for text in query.dump.missing if query.dump.is_recorded else ():
         if text.startswith(_NEEDED):
             yield f"The recorder could not keep {text}.", ""
-    if query.dump.other_weights and not query.proved:
+    if query.dump.other_weights:
         yield "The weights are not known to be those of the failing step, which may still fail with its own.", ""
     if _draws_others(found, query):
         reason = "The step draws random numbers, and the state of the generator that it drew from is not here."
         yield reason, "Give the --seed with which the unchanged code fails."
     graded = found.report.reproduction
-    if not query.proved and graded.grade == "no-reference" and graded.num_bad_saved:
+    if graded.grade == "no-reference" and graded.num_bad_saved:
         yield f"None of the outputs is known to be the saved {graded.output}: the step may be another than failed.", ""
-    if not query.proved and not found.random:
+    if not found.random:
         yield from ((gap.text, _OTHER_VALUES if code.changed else gap.remedy) for gap in doubt_output(graded))
-    if measured.failure is None or query.proved or code.changed:
+    if measured.failure is None or code.changed:
         return
     files, name_it = join_first(list(code.compared), 3), "Name the file that you changed: --changed FILE"
     if code.basis == "hash":
@@ -254,24 +248,19 @@ def _draws_others(found: Diagnosed, query: Query) -> bool:
     """Return True if the step draws random numbers, and the replay may draw others than the failing step did."""
     step, autocast = found.step, query.dump.recorded.autocast
     assert step is not None
-    if not found.random or query.settings.seed is not None or query.proved:
+    if not found.random or query.settings.seed is not None:
         return False
     elsewhere = autocast is not None and autocast.device != step.mode.device.type
     return elsewhere or step.randomness.seed is not None or not step.randomness.states
 
 
-def _notes(measured: Verification, query: Query, saved: DumpSummary, step: FailingStep) -> Iterator[str]:
+def _notes(measured: Verification, saved: DumpSummary, step: FailingStep) -> Iterator[str]:
     """Yield what was not checked, and what was assumed."""
     yield from describe_idle_state("healthy", saved, step.built)
     if step.loss is None:
         yield "The gradients of your loss were not checked: pass --loss."
     if measured.code.changes and measured.output is not None:
         yield "The reference is the current code in fp32."
-    if query.other_mode_differs:
-        yield (
-            "Replayed in train mode. Eval mode reads the running statistics in the file, which the failing step has "
-            "made non-finite: reset them before you go on from these weights."
-        )
 
 
 _MAX_FILES = 500

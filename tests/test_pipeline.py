@@ -89,6 +89,23 @@ def test_other_random_numbers_are_told(saved, versions, said):
     assert report.environment.recorded_torch == versions.get("torch")
 
 
+class Untraceable(nn.Module):
+    """Makes a parameter by a function of torch's that was looked up before the replay, and decides by a hidden NaN."""
+
+    make = torch.Tensor._make_subclass
+
+    def forward(self, x):
+        hidden = x.sum() * torch.inf
+        weight = self.make(nn.Parameter, torch.zeros(3) + 0, True)
+        return x + weight + (1 if hidden - hidden > 0 else 0)
+
+
+def test_a_finite_step_that_nobody_could_watch_is_no_all_clear():
+    report = replay(Untraceable(), x=torch.ones(4, 3))
+    assert report.verdict == "cannot-tell"
+    assert "could not be traced" in report.headline
+
+
 class LogOfSum(nn.Module):
     def forward(self, x):
         return x.sum(1).log()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from nandoctor.trees import BEYOND, attributes, made_of, once, parts, spell, tree_leaves, tree_map, walk
+from nandoctor.trees import BEYOND, attributes, made_of, once, parts, spell, tree_map, walk
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -83,7 +83,6 @@ def test_attributes_are_those_that_are_stored():
 def test_a_walk_is_in_order_and_names_each_place():
     found = [(spell(place), item) for place, item in walk({"a": [1, (2,)], "b": Record(3)}) if isinstance(item, int)]
     assert found == [("a[0]", 1), ("a[1][0]", 2), ("b.x", 3), ("b.y", 2)]
-    assert tree_leaves([1, {"a": (2, None)}, []]) == [1, 2, None]
 
 
 def test_what_holds_itself_is_no_walk_without_end():

@@ -22,7 +22,6 @@ from nandoctor.ops import (
     DIVISIONS,
     DOMAINS,
     FILLS,
-    GRADIENT_SUM,
     MOVES,
     NORMALISATIONS,
     POINTWISE,
@@ -319,16 +318,15 @@ def reached_ops(made: Set[int], ops: Iterable[OpCall]) -> Iterator[OpCall]:
 
 
 def gradient_evidence(finding: GradientFinding) -> tuple[Evidence, ...]:
-    """Return the size of the incoming gradient, or of the largest summand, and how much of the result is non-finite."""
+    """Return the size of the incoming gradient, and how much of the result is non-finite."""
     analysis = finding.analysis
     taken = [tensor.stats for tensor in finding.op.inputs if tensor.stats is not None]
     outgoing = nonfinite_part(analysis.kinds, analysis.num_bad, analysis.numel, "outgoing element")
-    given = f"the largest of the {len(taken)} gradients" if finding.op.op == GRADIENT_SUM else "the incoming gradient"
     largest = largest_of(taken)
     num_bad = Evidence("num_bad", analysis.num_bad, outgoing)
     if largest is None:
         return (num_bad,)
-    return (Evidence("grad_output_absmax", largest, f"{given} reaches {number(largest)}"), num_bad)
+    return (Evidence("grad_output_absmax", largest, f"the incoming gradient reaches {number(largest)}"), num_bad)
 
 
 def clamp_candidate(op: OpCall, argument: str, bounds: Sequence[tuple[float | None, float | None]]) -> Candidate:

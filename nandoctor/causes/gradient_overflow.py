@@ -20,7 +20,6 @@ from __future__ import annotations
 from nandoctor.causes.base import GradientFinding, gradient_evidence
 from nandoctor.causes.sentences import gradient_at
 from nandoctor.evidence.report import Account
-from nandoctor.ops import GRADIENT_SUM
 from nandoctor.text import number
 
 TITLE = "A gradient is too large for its format"
@@ -32,14 +31,9 @@ def diagnose(finding: GradientFinding) -> Account | None:
     if not finding.reference_is_finite:
         return None
     gradient, op = gradient_at(finding.op), finding.op.op
-    parts = (
-        "Each of these gradients is finite; their sum"
-        if op == GRADIENT_SUM
-        else f"The incoming gradient of {op} is finite; the outgoing one"
-    )
     return Account(
         headline=f"{gradient[0].upper()}{gradient[1:]} is non-finite in {finding.low} and finite in fp32",
-        explanation=f"{parts} is finite in fp32 but not in {finding.low}, which holds at most "
-        f"{number(finding.low.max)}.",
+        explanation=f"The incoming gradient of {op} is finite; the outgoing one is finite in fp32 but not in "
+        f"{finding.low}, which holds at most {number(finding.low.max)}.",
         evidence=gradient_evidence(finding),
     )

@@ -39,7 +39,7 @@ from nandoctor.changes.constant import SetArgument
 from nandoctor.changes.places import ancestors, site_of
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import OpCall, OpTensor
-from nandoctor.ops import BACKWARD_HOOK, DIVISIONS, FILLS, GRADIENT_SUM, PRODUCTS, SUMS
+from nandoctor.ops import BACKWARD_HOOK, DIVISIONS, FILLS, PRODUCTS, SUMS
 from nandoctor.text import kinds_text, plural
 
 TITLE = "NaN from infinities: inf - inf, 0 * inf or inf / inf"
@@ -97,8 +97,8 @@ def _explain_function(finding: GradientFinding) -> Account | None:
     """Explain a hand-written backward that makes NaN from finite gradients, or an Inf that fp32 has as well."""
     if finding.reference_is_finite and "nan" not in finding.analysis.kinds:
         return None  # an overflow
-    if finding.op.op in (BACKWARD_HOOK, GRADIENT_SUM):
-        return None  # it is not known which op of the hook it was; a sum of finite gradients can only overflow
+    if finding.op.op == BACKWARD_HOOK:
+        return None  # it is not known which op of the hook it was
     return Account(
         headline=f"The backward of {finding.op.op} turns finite gradients into non-finite ones",
         explanation=f"The backward of the custom Function {finding.op.op} turns finite gradients into non-finite ones.",

@@ -29,6 +29,7 @@ from nandoctor.causes.base import (
     Finding,
     clamp_candidate,
     is_whole_power,
+    mask_candidates,
     off_zero_candidate,
     outside_domain,
 )
@@ -105,9 +106,16 @@ def _explain_pole(finding: Finding) -> Account | None:
 
 
 def suggest(finding: Finding) -> Iterator[Candidate]:
-    """Compute a variance so that rounding does not make it negative; else clamp the argument into the domain."""
-    yield from stable_variances(finding.op, finding.ops)
-    yield clamp_into_domain(finding.op)
+    """Compute a variance so that rounding does not make it negative; else put the argument into the domain.
+
+    Where a later mask leaves the result out, that mask says which arguments do not matter.
+    """
+    op, domain = finding.op, DOMAINS.get(finding.op.op)
+    yield from stable_variances(op, finding.ops)
+    if domain is not None:
+        inside = domain.low + 1 if math.isinf(domain.high) else (domain.low + domain.high) / 2
+        yield from mask_candidates(op, domain.argument, finding.ops, safe=inside)
+    yield clamp_into_domain(op)
 
 
 def clamp_into_domain(op: OpCall) -> Candidate:

@@ -11,7 +11,7 @@ from nandoctor.changes.source_tree import name_called
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import OpCall, TensorStats
-from nandoctor.ops import CASTS, DIVISIONS, GRADIENT_SUM, LOGARITHMS, NORMALISATIONS
+from nandoctor.ops import CASTS, DIVISIONS, LOGARITHMS, NORMALISATIONS
 from nandoctor.text import are, code, excess, nonfinite_part, number, part_of
 
 _CAST_METHODS = frozenset({"to", "half", "bfloat16", "type", "type_as"})
@@ -29,9 +29,7 @@ def subject(op: OpCall) -> str:
 
 
 def gradient_at(op: OpCall) -> str:
-    """Return a phrase for what a backward op made: the gradient through an expression, or a sum of gradients there."""
-    if op.op == GRADIENT_SUM:
-        return f"the sum of {len(op.inputs)} gradients at {subject(op)}"
+    """Return a phrase for what a backward op made: the gradient through an expression."""
     return f"the gradient through {subject(op)}"
 
 

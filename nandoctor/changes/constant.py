@@ -1,9 +1,8 @@
-"""Change a constant: a number among an op's arguments, a number that modules keep, or a flag."""
+"""Change a constant: a number among an op's arguments, or a flag."""
 
 from __future__ import annotations
 
 import ast
-import inspect
 import math
 from typing import Any, ClassVar, Literal
 
@@ -12,7 +11,7 @@ from nandoctor.changes.places import in_place, place_of
 from nandoctor.changes.running_op import RunningOp
 from nandoctor.changes.source_tree import CannotWriteError, name_called
 from nandoctor.changes.source_writer import SourceWriter
-from nandoctor.evidence.edits import OpSite, SingleEdit, Snippet, kind_of_change
+from nandoctor.evidence.edits import OpSite, SingleEdit, kind_of_change
 from nandoctor.evidence.formats import LARGEST_EPS
 from nandoctor.text import constant
 
@@ -101,40 +100,3 @@ class SetFlag(SingleEdit):
         """Add the keyword to the call."""
         expression = source.open(self.site)
         expression.editor.replace(expression.node, expression.with_keyword(self.argument, "True"))
-
-
-@kind_of_change
-class SetAttribute(SingleEdit):
-    """Set an attribute from what it `was` to `value` in every module of a class: `norm.eps = 1e-5`.
-
-    The engine does it before the run.
-    """
-
-    kind: Literal["set-attribute"] = "set-attribute"
-    type: str
-    name: str
-    was: float
-    value: float
-
-    @property
-    def title(self) -> str:
-        """The attribute, its new number and the old one."""
-        return f"Set {self.name} of {self.type} to {constant(self.value)} (was {constant(self.was)})"
-
-    def snippet(self, model: Any) -> Snippet:
-        """Return the lines that set it in a model that is built, with what to change where it is built."""
-        text = (
-            "for module in model.modules():\n"
-            f"    if type(module).__name__ == {self.type!r} and module.{self.name} == {constant(self.was)}:\n"
-            f"        module.{self.name} = {constant(self.value)}\n"
-        )
-        return Snippet(kind="snippet", text=text + self._describe_argument(model))
-
-    def _describe_argument(self, model: Any) -> str:
-        """Return a comment on how to build the modules with the new number; "" if their class takes none."""
-        kind = next((type(module) for module in model.modules() if type(module).__name__ == self.type), None)
-        try:
-            parameter = inspect.signature(kind.__init__).parameters[self.name]  # type: ignore[misc]
-        except (TypeError, ValueError, KeyError):
-            return ""
-        return f"# To keep the change, build {self.type} with {parameter.name}={constant(self.value)}.\n"

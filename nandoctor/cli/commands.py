@@ -22,7 +22,6 @@ from nandoctor.cli.shared import (
     wrong_usage,
 )
 from nandoctor.evidence.codec import to_json
-from nandoctor.views.report import report_document
 from nandoctor.views.save import ENDINGS, PICTURE_ENDINGS, check_target, save, write_text
 
 if TYPE_CHECKING:
@@ -54,13 +53,13 @@ def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, **
     if check:
         sys.exit(_check(dump, outputs, options, as_json=as_json))
     from nandoctor.views.progress import ReplayDisplay
+    from nandoctor.views.report import report_document
 
     output = None if as_json else OutputConsole(file=sys.stdout)  # before what a model prints is redirected
     display = ReplayDisplay(output)
     report = call("replay", dump, options, display).report
     try:
-        has_page = any(path.suffix.lower() == ".html" for path in outputs)
-        display.tell_rest(report_document(report, has_page=has_page))
+        display.tell_rest(report_document(report))
     finally:  # the reader of the screen may have gone, as `head` does
         _write_all(report, outputs, as_json=as_json)
     if display.interrupted:

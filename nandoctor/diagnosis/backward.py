@@ -24,7 +24,7 @@ from nandoctor.diagnosis.origin import BackwardOps, by_forward, find_removal, fi
 from nandoctor.evidence.formats import FP32, FloatFormat
 from nandoctor.evidence.report import Cause, Diagnosis
 from nandoctor.evidence.trace import NonfiniteCounts, OpCall, Trace
-from nandoctor.ops import EXPONENTIALS, GRADIENT_SUM
+from nandoctor.ops import EXPONENTIALS
 from nandoctor.text import code, join_first
 
 _DISCARDED = "where-gradient-trap"
@@ -88,8 +88,6 @@ def _is_removed(op: OpCall, ops: Sequence[OpCall], of_forward: BackwardOps) -> b
 def _diagnose(finding: GradientFinding, trace: Trace, *, is_absorbed: bool) -> tuple[Diagnosis, Suspect | None]:
     """Diagnose an op inside a custom backward, else an Inf that the forward hid, else the forward op itself."""
     op = finding.op
-    if op.op == GRADIENT_SUM:  # the forward op's derivative is not to blame
-        return diagnose_op(finding, find_cause("backward", replace(finding, forward=None)), trace)
     inside = _find_inside(finding, trace) if finding.forward is None else None
     if inside is not None:
         kept = _find_kept(inside, finding)

@@ -134,8 +134,8 @@ class Findings:
 
     `ops` are the traced ops, those of the run with the backward pass if there was one; `inside` those of hand-written
     backwards; `bad_gradients` the parameters' non-finite gradients; `slots` the optimizer's state. `random` is True if
-    the step draws random numbers. `gaps` are parts that could not be checked. `exposed` is the step changed to return
-    the non-finite values too, if its own output is finite. `guilty` are the samples to blame, None if unknown, and
+    the step draws random numbers. `gaps` are parts that could not be checked. `exposed` is the step with a
+    made-up loss, if its gradients are non-finite with any. `guilty` are the samples to blame, None if unknown, and
     `difference` what sets them apart in the batch.
     """
 
@@ -282,8 +282,8 @@ def _symptoms(trace: Trace, places: list[FirstNonfinite]) -> list[int]:
         return [op.order for op in trace.ops if not op.outputs_finite][-1:]
     nonfinite = [stats for stats in ends if not stats.finite]
     made = [stats.producer for stats in nonfinite if stats.producer is not None]
-    # No op is known to have made a numpy array, or a tensor in an output that cannot be inspected.
-    return [*made, *(trace.handed_out if trace.unread or len(made) < len(nonfinite) else ())]
+    # No op is known to have made a numpy array.
+    return [*made, *(trace.handed_out if len(made) < len(nonfinite) else ())]
 
 
 def _conclude_untraced(trace: Trace, places: list[FirstNonfinite]) -> Conclusion:

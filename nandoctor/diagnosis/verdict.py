@@ -33,9 +33,9 @@ def find_gaps(trace: Trace, flags: SavedFlags, reproduction: Reproduction, *, ha
         )
     for name in trace.spoilt_buffers:
         yield Gap(
-            text=f"The step leaves NaN or Inf in the buffer `{name}` that was not there before. The output is "
-            "finite; that of a later step that reads the buffer may not be.",
-            remedy="Guard the line that writes the buffer; a common reason is a statistic of one element.",
+            text=f"The step leaves NaN or Inf in `{name}` that was not there before. The output is finite; that of a "
+            "later step that reads it may not be.",
+            remedy="Guard the line that writes it; a common reason is a statistic of one element.",
         )
     if not flags.here:
         yield Gap(
@@ -140,7 +140,7 @@ def doubt_rounding(trace: Trace, reference: Trace, *, random: bool) -> Iterator[
         begins = next(wrong, None)
         first = f" It is first more than 10 % off at {name_op(begins.op, begins.source)}." if begins is not None else ""
         yield Gap(
-            text=f"The output is finite, but {off} off fp32's {under}, and no overflow explains it.{first}",
+            text=f"The output is finite, but {off} off fp32's {under}.{first}",
             remedy="Compute in fp32 what comes before. A choice (a branch, a top-k) may have come out otherwise, a "
             "small constant be 0 in half precision, or digits be lost.",
         )
@@ -199,7 +199,7 @@ def with_gaps(
     """
     rounding = doubt_rounding(findings.trace, findings.reference, random=findings.random)
     off = doubt_output(reproduction) if findings.verdict == "healthy" and not findings.random else ()
-    gaps = (*find_gaps(findings.trace, flags, reproduction, has_loss=has_loss), *rounding, *findings.gaps, *draws, *off)
+    gaps = (*find_gaps(findings.trace, flags, reproduction, has_loss=has_loss), *findings.gaps, *rounding, *draws, *off)
     if findings.verdict not in NOTHING_FOUND:
         return replace(findings, notes=(*findings.notes, *(gap.text for gap in (*findings.gaps, *draws))))
     told = [_name_numbers(flags)] if flags.numbers and not gaps else []

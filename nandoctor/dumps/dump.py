@@ -78,11 +78,13 @@ class Dump:
 
     @property
     def saved_flags(self) -> SavedFlags:
-        """What went wrong according to the recorder; for any other file, a non-finite loss, and bad numbers."""
+        """What went wrong according to the recorder; for any other file, a non-finite loss, and unsound numbers."""
         if not self.is_recorded:
             losses = self.losses
-            bad = {name: value for name, value in self.scalars.items() if name not in losses and _is_bad(name, value)}
-            told = {name: number(value) if _is_sound(value) else "NaN" for name, value in bad.items()}
+            unsound = {
+                name: value for name, value in self.scalars.items() if name not in losses and _is_unsound(name, value)
+            }
+            told = {name: number(value) if _is_sound(value) else "NaN" for name, value in unsound.items()}
             numbers = [f"{code(name)} is {value}" for name, value in told.items()]
             return SavedFlags(loss=next(filter(_is_nonfinite, losses.values()), None), numbers=tuple(numbers))
         loss, reason = self.scalars.get("loss"), self.scalars.get("reason")
@@ -139,7 +141,7 @@ def _is_sound(value: Any) -> bool:
     return not hasattr(value, "shape") or not any(_count_nonfinite(value))
 
 
-def _is_bad(name: str, value: Any) -> bool:
+def _is_unsound(name: str, value: Any) -> bool:
     """Return True for NaN, an infinite rate, and a loss scale of 0 or Inf, by which gradients cannot be divided."""
     last = name.rpartition(".")[2]
     is_useless = last in _SCALE_NAMES and (value == 0 or _is_nonfinite(value))

@@ -9,8 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,33 +66,30 @@ class Call:
     def sample_count(self) -> int | None:
         """`batch_size`, or None if another length is as frequent, or if arrays list the edges of a graph, or samples.
 
-        Edges are two rows of integers, from and to, or a sparse tensor. A list of as many dicts may have one for each
-        sample, as a detector's targets, and so may a list of arrays beside one of as many dicts.
+        Edges are two rows of integers, from and to, or a sparse tensor. A list of dicts may have one for each sample,
+        as a detector's targets.
         """
+        if any(map(_LISTED.search, self.batch)):
+            return None
         lengths, size = self._lengths, self.batch_size
-        taken = _of_all_samples({name: tensor for name, tensor in self.taken.items() if tensor.dim()})
+        taken = [tensor for tensor in self.taken.values() if tensor.dim()]
         is_tied = len(lengths) > 1 and lengths[0][1] == lengths[1][1]
         tables = (tensor for tensor in taken if tensor.dim() == 2 and tensor.dtype in (torch.int64, torch.int32))
         has_edges = any(table.shape[0] == 2 != size for table in tables)
-        dicts, arrays = (_lengths_of_lists(self.batch, item) for item in (_LISTED, _LAST))
-        are_listed = size in dicts or bool(dicts & arrays)
-        return None if is_tied or has_edges or are_listed or not all(map(is_dense, taken)) else size
+        return None if is_tied or has_edges or not all(map(is_dense, taken)) else size
 
     @property
-    def time_first(self) -> Literal["never", "unlikely", "possible"]:
-        """How likely dimension 0, which `sample_count` counts, is time: it may be if sequences have that length.
+    def may_be_time_first(self) -> bool:
+        """True if dimension 0, which `sample_count` counts, may be time: if the batch is sequences or token ids.
 
-        It is unlikely beside an array of as many rows that is no sequence, such as a target, and for token ids.
+        That is unlikely beside an array of as many rows that is no sequence, such as a target.
         """
         size = self.sample_count
         arrays = [tensor for tensor in self.batch.values() if tensor.dim() and tensor.shape[0] == size]
-        sequences = {tensor.shape[:2] for tensor in arrays if tensor.dim() in (3, 5)}
-        if not sequences:
-            has_ids = any(tensor.dim() == 2 and not tensor.is_floating_point() for tensor in arrays)
-            return "unlikely" if has_ids else "never"
+        ids = [tensor for tensor in arrays if tensor.dim() == 2 and not tensor.is_floating_point()]
+        sequences = {tensor.shape[:2] for tensor in arrays if tensor.dim() in (3, 5)} | {tensor.shape for tensor in ids}
         others = [tensor.shape for tensor in arrays if tensor.dim() in (1, 2, 4)]
-        is_alone = all(shape[:2] in sequences or shape == (size, size) for shape in others)
-        return "possible" if is_alone else "unlikely"
+        return bool(sequences) and all(shape[:2] in sequences or shape == (size, size) for shape in others)
 
     def on_samples(self, kept: Sequence[int]) -> Call:
         """Return the call with these samples alone, of every array as long as those that the model takes."""
@@ -105,15 +101,7 @@ class Call:
         return replace(self, batch=batch)
 
 
-_LISTED, _LAST = re.compile(r"\.\d+(?=\.)"), re.compile(r"\.\d+$")
-
-
-def _lengths_of_lists(batch: Batch, item: re.Pattern[str]) -> set[int]:
-    """Return how long the lists are in whose items such a part of a name stands for the place."""
-    places: dict[str, set[str]] = {}
-    for found in chain.from_iterable(map(item.finditer, batch)):
-        places.setdefault(found.string[: found.start()], set()).add(found[0])
-    return set(map(len, places.values()))
+_LISTED = re.compile(r"\.\d+\.")
 
 
 def _of_all_samples(batch: Batch) -> list[torch.Tensor]:

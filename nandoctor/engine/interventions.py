@@ -20,7 +20,6 @@ from torch import nn
 from nandoctor.autocast.literals import FP32_FOR_HALF
 from nandoctor.autocast.policy import EXACT, LOW_DTYPES, REFERENCE
 from nandoctor.changes.batch import KeepSamples
-from nandoctor.changes.constant import SetAttribute
 from nandoctor.changes.keep_fp32 import KeepModule
 from nandoctor.changes.setting import SetLossScale, UseFormat
 from nandoctor.engine.call import Call, Mode
@@ -63,10 +62,6 @@ def intervene(
 
     What they change in the model, `restored` puts back.
     """
-    for edit in (edit for edit in edits if isinstance(edit, SetAttribute)):
-        owners = [module for module in model.modules() if type(module).__name__ == edit.type]
-        for module in (module for module in owners if getattr(module, edit.name, None) == edit.was):
-            setattr(module, edit.name, edit.value)
     kept = {edit.module: edit.children for edit in edits if isinstance(edit, KeepModule) and edit.module != LOSS}
     changes = _OpEdits(edits, owner)
     with (

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from nandoctor.autocast.literals import Wider, recast
+from nandoctor.autocast.literals import FP32_FOR_HALF, Wider, recast
 from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.engine.call import Batch
 from nandoctor.errors import LossError
@@ -132,9 +132,9 @@ def run_backward(
 ) -> tuple[tuple[TensorStats, ...], Mapping[str, torch.Tensor] | None]:
     """Run the backward pass; return the statistics of non-finite parameter gradients, and all gradients if `keep`.
 
-    With `ends_early` it ends at the first of those. Kept gradients are of loss x `loss_scale`, as dividing all of them
-    takes a third of a backward pass; those of a `large` model, which lie in files, are at scale 1. `restored` puts back
-    what the model had. Raises LossError if the loss has no gradient.
+    With `ends_early` it ends at the first of those. The backward pass is that of loss x `loss_scale`, the kept
+    gradients are those of the loss itself; in a `large` model they lie in files. `restored` puts back what the model
+    had. Raises LossError if the loss has no gradient.
     """
     readings: dict[str, Reading] = {}
     kept: dict[str, torch.Tensor] = {}
@@ -151,9 +151,12 @@ def run_backward(
                 raise EndedEarly
         if keep:
             before = kept.get(name)  # a reentrant checkpoint adds its part separately
-            unscaled = gradient / loss_scale
-            unscaled = unscaled if before is None else unscaled + before
-            kept[name] = map_empty(unscaled.shape, unscaled.dtype).copy_(unscaled)
+            own = unscaled(gradient) if before is None else unscaled(gradient) + before
+            kept[name] = map_empty(own.shape, own.dtype).copy_(own)
+
+    def unscaled(gradient: torch.Tensor) -> torch.Tensor:
+        # In half precision it would be flushed to zero.
+        return recast(FP32_FOR_HALF, gradient) / loss_scale if loss_scale != 1 else gradient
 
     if not loss.requires_grad:
         raise LossError(
@@ -175,14 +178,14 @@ def run_backward(
         with plain_torch():
             nonfinite = [(name, gradient) for name, gradient in made.items() if not all_finite(gradient)]
             found = (*collect([(name, readings[name]) for name in named if name in readings]), *measure_all(nonfinite))
-            return found, kept | made if keep else None
+            return found, kept | {name: unscaled(gradient) for name, gradient in made.items()} if keep else None
 
 
 def known_tensors(model: nn.Module, batch: Batch) -> Iterator[Known]:
     """Yield the tensors that ops get from outside, each with its kind and name: those of the model, and the batch."""
     idle = (module for module in model.modules() if _writes_only(module))
     unread = {id(buffer) for module in idle for buffer in module.buffers(recurse=False)}
-    yield from (("unknown", place, tensor) for place, tensor in tensors_in(model, attributes=False))
+    yield from (("unknown", place, tensor) for place, tensor in tensors_in(model))
     yield from (("weight", name, tensor) for name, tensor in model.named_parameters() if not is_lazy(tensor))
     for name, tensor in model.named_buffers():
         if not is_lazy(tensor):
@@ -219,7 +222,7 @@ def nonfinite_kinds(holder: Any, left_out: Callable[[torch.Tensor], bool] = lamb
     """
     weights = holder.named_parameters() if isinstance(holder, nn.Module) else ()
     plain = ((name, weight) for name, weight in weights if type(weight) is nn.Parameter)
-    held = (*_buffers_of(holder), *plain, *tensors_in(holder, attributes=False))
+    held = (*_buffers_of(holder), *plain, *tensors_in(holder))
     read = ((name, it) for name, it in held if not (it.is_meta or is_lazy(it) or left_out(it)))
     found = ((name, numbers_in(tensor)) for name, tensor in read if not all_finite(tensor))
     return {
@@ -234,14 +237,14 @@ def is_new(now: torch.Tensor, before: torch.Tensor | None) -> bool:
     return before is None or now.shape != before.shape or bool(((now != before) & (now > 0)).any())
 
 
-def apart_from_state(output: Any, state: Iterable[torch.Tensor], is_unwritten: Callable[[torch.Tensor], bool]) -> Any:
+def apart_from_state(output: Any, state: Iterable[torch.Tensor]) -> Any:
     """Return a run's output with copies of what lies in the memory of state that is put back after the run."""
     memory = {storage_of(tensor) for tensor in state if is_dense(tensor) and not is_lazy(tensor)}
 
     def is_in_state(value: Any) -> bool:
-        if not isinstance(value, torch.Tensor) or not is_dense(value) or is_lazy(value) or is_unwritten(value):
-            return False
-        return storage_of(value) in memory
+        return (
+            isinstance(value, torch.Tensor) and is_dense(value) and not is_lazy(value) and storage_of(value) in memory
+        )
 
     if not any(is_in_state(tensor) for _, tensor in walk_tensors(output)):
         return output
@@ -252,9 +255,9 @@ def apart_from_state(output: Any, state: Iterable[torch.Tensor], is_unwritten: C
     return tree_map(copied, output)
 
 
-def copied_state(holder: Any, left_out: Callable[[torch.Tensor], bool]) -> dict[str, torch.Tensor]:
-    """Return copies of a model's state but weights: tensors except those `left_out`, numbers, containers' lengths."""
-    held = {name: t for name, t in (*_buffers_of(holder), *tensors_in(holder, attributes=False)) if not left_out(t)}
+def copied_state(holder: Any) -> dict[str, torch.Tensor]:
+    """Return copies of a model's state but weights: tensors, numbers, and how long containers are."""
+    held = dict((*_buffers_of(holder), *tensors_in(holder)))
     numbers = {name: numbers_in(t) if t.is_floating_point() else t.detach() for name, t in held.items() if is_dense(t)}
     found = {name: values.clone() for name, values in numbers.items() if values is not None}
     for path, module in _modules_of(holder):
@@ -274,10 +277,10 @@ def _buffers_of(holder: Any) -> Iterable[tuple[str, torch.Tensor]]:
     return holder.named_buffers() if isinstance(holder, nn.Module) else ()
 
 
-def tensors_in(holder: Any, *, attributes: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_in(holder: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors that the model's modules hold by names of their own, with their places.
 
-    Weights, buffers and what functions hold are left out; `attributes` is as for `walk_tensors`.
+    Weights, buffers and what functions hold are left out.
     """
     for path, module in _modules_of(holder):
         values = {
@@ -285,7 +288,7 @@ def tensors_in(holder: Any, *, attributes: bool) -> Iterator[tuple[str, torch.Te
             for name, value in list(vars(module).items())
             if not (name in _OF_EVERY_MODULE or type(value) in _HOLDS_NOTHING)
         }
-        for name, tensor in walk_tensors(values, attributes=attributes) if values else ():
+        for name, tensor in walk_tensors(values, attributes=False) if values else ():
             yield f"{path}.{name}".removeprefix("."), tensor
 
 
@@ -315,13 +318,10 @@ def draw_in_fp32(call: Invocation, proceed: Proceed) -> Any:
     """Run an op; if it draws float64 random numbers, draw them in fp32, and cast them."""
     if not call.signature.is_random or call.name not in _DRAWING:
         return proceed(call)
-    if schema_of(call.op).name.endswith("_"):
-        target = call.args[0]
-        if target.dtype is not torch.float64:
-            return proceed(call)
-        return target.copy_(proceed(call.with_argument("self", torch.empty_like(target, dtype=torch.float32))))
     with switched({"default_dtype": torch.float32}):  # if neither a tensor nor the call names another
         drawn = proceed(call.mapped(partial(recast, {torch.float64: torch.float32})))
+    if schema_of(call.op).name.endswith("_"):
+        return call.args[0].copy_(drawn)
     return tree_map(partial(recast, {torch.float32: torch.float64}), drawn)
 
 
@@ -332,14 +332,14 @@ _SMALL_NBYTES = 1 << 16
 
 
 @contextmanager
-def restored(model: nn.Module, *others: Any) -> Iterator[tuple[Sequence[torch.Tensor], Callable[[torch.Tensor], bool]]]:
+def restored(model: nn.Module, *others: Any) -> Iterator[Sequence[torch.Tensor]]:
     """Restore what the model's code, or the run itself, changes in the model and `others` in this context.
 
     These are weights and buffers, written in place or replaced, and the modules' attributes, the containers directly in
     these, and the tensors and random generators in either; not state in files' globals, in closures, in caches of
     functions and deeper in objects. An object among `others` is kept as a module is. It yields the tensors that these
-    hold, and a function that returns True for one that no op has written to so far. Small tensors are copied before the
-    run; large ones, whose memory may be a mapped file, just before the first write to them.
+    hold. Small ones are copied before the run; large ones, whose memory may be a mapped file, just before the first
+    write to them.
     """
     state = _State((model, *others))
     with no_subclass_methods():  # a subclass's own methods may answer otherwise
@@ -350,7 +350,7 @@ def restored(model: nn.Module, *others: Any) -> Iterator[tuple[Sequence[torch.Te
             memory.keep_all(below=_SMALL_NBYTES)
             state.undo.enter_context(intercepting(memory.keep_written))
     try:
-        yield state.tensors, memory.is_unwritten
+        yield state.tensors
     finally:
         with no_subclass_methods(), torch.no_grad():
             state.undo.close()
@@ -471,13 +471,6 @@ class _Memory:
         self.nbytes = sum(flat.numel() for flat in self._flat.values())
         self._copies: dict[int, torch.Tensor] = {}
 
-    def is_unwritten(self, tensor: torch.Tensor) -> bool:
-        """Return True if the tensor's memory is that of the model, and would have been copied before a write to it."""
-        if tensor.layout is not torch.strided or is_lazy(tensor):
-            return False
-        storage = storage_of(tensor)
-        return storage in self._flat and storage not in self._copies
-
     def keep_all(self, *, below: int) -> None:
         """Copy every storage of less than `below` bytes in memory."""
         for storage, flat in self._flat.items():
@@ -488,10 +481,12 @@ class _Memory:
         """Copy what an op writes to first, to a file if it is on the CPU, and run it."""
         written = call.signature.changed
         for name, value in call.arguments() if written else ():
-            for tensor in filter(self.is_unwritten, tree_tensors(value) if name in written else ()):
-                flat = self._flat[storage_of(tensor)]
-                copy = map_empty(flat.shape, flat.dtype).copy_(flat) if flat.is_cpu else flat.clone()
-                self._copies[storage_of(tensor)] = copy
+            for tensor in tree_tensors(value) if name in written else ():
+                storage = storage_of(tensor) if tensor.layout is torch.strided and not is_lazy(tensor) else 0
+                if storage in self._flat and storage not in self._copies:
+                    flat = self._flat[storage]
+                    copy = map_empty(flat.shape, flat.dtype).copy_(flat) if flat.is_cpu else flat.clone()
+                    self._copies[storage] = copy
         return proceed(call)
 
     def put_back(self) -> None:

@@ -45,11 +45,8 @@ class Listener:
     def tell(self, report: Report) -> None:
         """Report the diagnosis, before any fix was tried."""
 
-    def close(self) -> None:
-        """Clean up after the replay, however it ended."""
-
-    def searched(self, num_runs: int, most_runs: int | None, best: str) -> None:
-        """Report the runs spent on fixes, how many there may be, and the title of the first verified fix."""
+    def searched(self, num_runs: int, most_runs: int | None) -> None:
+        """Report the runs spent on fixes, and how many there may be."""
 
     def stop(self) -> bool:
         """Handle an interrupt; return True if what is known is to be reported."""

@@ -104,16 +104,15 @@ class Preparation:
 class Replayed:
     """The failing step in one call, mode and seed, its run's trace, and how well its output agrees with the saved one.
 
-    `random` is True if the run drew random numbers, `any_random` if any run that was tried did. `plain` is the policy
-    without autocast if autocast was only a guess, of which nothing in the file shows that it was on. `unlike` names the
-    non-finite arrays of the file that a finite replay did not give.
+    `random` is True if any run that was tried drew random numbers. `plain` is the policy without autocast if autocast
+    was only a guess, of which nothing in the file shows that it was on. `unlike` names the non-finite arrays of the
+    file that a finite replay did not give.
     """
 
     step: FailingStep
     trace: Trace
     random: bool
     reproduction: Reproduction
-    any_random: bool = False
     notes: tuple[str, ...] = ()
     plain: Policy | None = None
     unlike: tuple[str, ...] = ()
@@ -212,7 +211,7 @@ def replay_plainly(found: Replayed, preparation: Preparation, *, without_output:
         is_alike = is_unseen and plain.reproduction.grade == "no-reference"
         if is_alike or (_agrees(plain.reproduction) and not _agrees_better(found, plain)):
             tried = replace(plain.reproduction, attempts=found.reproduction.attempts)
-            return replace(plain, any_random=found.any_random, reproduction=tried)
+            return replace(plain, random=found.random, reproduction=tried)
     return None
 
 
@@ -236,7 +235,7 @@ def replay_from_reset(found: Replayed, preparation: Preparation) -> Replayed | N
         again = _replay([replace(step, changes=(*step.changes, reset))], preparation, is_first=False)
         if not again.trace.finite and again.rank <= found.rank:
             tried = replace(again.reproduction, attempts=found.reproduction.attempts)
-            return replace(again, any_random=found.any_random, reproduction=tried, notes=(*found.notes, told))
+            return replace(again, random=found.random, reproduction=tried, notes=(*found.notes, told))
     return None
 
 
@@ -294,9 +293,9 @@ def _search(steps: tuple[FailingStep, ...], preparation: Preparation) -> Replaye
         ReplayAttempt(training=made.trace.training, seed=made.trace.seed, grade=made.reproduction.grade)
         for made in (*others, best)
     )
-    any_random = any(replayed.random for replayed in tried)
+    random = any(replayed.random for replayed in tried)
     reproduction = replace(best.reproduction, attempts=attempts)
-    return replace(best, reproduction=reproduction, any_random=any_random, notes=(*best.notes, *notes))
+    return replace(best, reproduction=reproduction, random=random, notes=(*best.notes, *notes))
 
 
 def _is_unsettled(replayed: Replayed, preparation: Preparation) -> bool:

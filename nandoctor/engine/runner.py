@@ -93,7 +93,7 @@ CLOSELY = Watch(stage="closer look", statistics="counts", ops=True)
 class Outcome:
     """The result of a run: its trace, the output (None if the forward raised), and whether it drew random numbers.
 
-    `gradients` are of loss x `gradient_scale`, by parameter name, if the watch keeps them. `kept` names the state that
+    `gradients` are of the loss itself, by parameter name, if the watch keeps them. `kept` names the state that
     the run left non-finite in the model, True if with more than -Inf; `left` is the state of the model and of torch's
     generators after it, if the watch keeps gradients. `out_of_memory` is True if that ended the run, `refused` if the
     user's code did by `raise` or `assert`.
@@ -104,7 +104,6 @@ class Outcome:
     random: bool
     loss: torch.Tensor | None = None
     gradients: Mapping[str, torch.Tensor] | None = None
-    gradient_scale: float = 1.0
     kept: Mapping[str, bool] = field(default_factory=dict)
     left: Mapping[str, torch.Tensor] = field(default_factory=dict)
     out_of_memory: bool = False
@@ -202,15 +201,15 @@ def _record_once(step: FailingStep, watch: Watch, grad: bool, large: bool) -> tu
     batch = {name: recast(mode.policy.wider, tensor).clone() for name, tensor in call.batch.items()}
     with in_mode(step.model, mode.training, step.recorded.training):
         with (
-            restored(step.model, *held_by(step.loss).values()) as (state, is_unwritten),
+            restored(step.model, *held_by(step.loss).values()) as state,
             printed_changes(step.changes, step.model, step.loss),
             seeded(step.randomness, mode.device) as draws,
         ):
             widen_tensors(state, mode.policy.wider, in_files=large)
             recording = _RecordedRun(replace(step, call=replace(call, batch=batch)), watch, grad=grad, large=large)
-            recording.make(is_unwritten)
+            recording.make()
             with plain_torch():
-                output = apart_from_state(recording.output, state, is_unwritten)
+                output = apart_from_state(recording.output, state)
             drawn = draws()
         calls = with_nonfinite_state(recording.modules.calls(), recording.modules, step.model)
     error, kinds, kept = recording.raised, recording.kept, dict[str, bool]()
@@ -223,7 +222,6 @@ def _record_once(step: FailingStep, watch: Watch, grad: bool, large: bool) -> tu
         random=bool(drawn),
         loss=recording.loss,
         gradients=recording.gradients,
-        gradient_scale=1.0 if large else mode.loss_factor,  # as `run_backward` keeps them
         kept=kept,
         left={**recording.left, **({"random numbers": torch.cat(drawn)} if drawn and watch.keep else {})},
         out_of_memory=is_out_of_memory(error),
@@ -232,17 +230,14 @@ def _record_once(step: FailingStep, watch: Watch, grad: bool, large: bool) -> tu
 
 
 _OF_LOSS = f"{LOSS}."
-LeftOut = Callable[[torch.Tensor], bool]
 
 
-def of_model_and_loss(
-    step: FailingStep, read: Callable[[Any, LeftOut], Mapping[str, torch.Tensor]], left_out: LeftOut
-) -> dict[str, torch.Tensor]:
+def of_model_and_loss(step: FailingStep, read: Callable[[Any], Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Return what is read of the state of a model, and of what its loss holds, after `_OF_LOSS`."""
-    found = dict(read(step.model, left_out))
+    found = dict(read(step.model))
     for name, value in held_by(step.loss).items():
         if not (isinstance(value, torch.Tensor) or value is step.model):
-            inner = read(value, left_out).items()
+            inner = read(value).items()
             found |= {_OF_LOSS + f"{name}.{place}".strip("."): state for place, state in inner}
     return found
 
@@ -250,7 +245,7 @@ def of_model_and_loss(
 def nonfinite_before(step: FailingStep) -> dict[str, torch.Tensor]:
     """Return which values that a step begins with are not finite, as `nonfinite_kinds` does."""
     with restored(step.model), printed_changes(step.changes, step.model, step.loss):
-        return of_model_and_loss(step, nonfinite_kinds, lambda _: False)
+        return of_model_and_loss(step, nonfinite_kinds)
 
 
 class _RecordedRun:
@@ -288,7 +283,7 @@ class _RecordedRun:
             tensor.register_hook(lambda _, name=name: found.add(name))  # type: ignore[no-untyped-call]
         return replace(call, batch={**call.batch, **given})
 
-    def make(self, is_unwritten: Callable[[torch.Tensor], bool]) -> None:
+    def make(self) -> None:
         """Run the step under the run's policy and edits, and read what it was given, what it made and what it wrote."""
         step, mode, read = self._step, self._step.mode, self.modules.read
         self._taken = read(step.call.taken, counts=True)
@@ -306,15 +301,16 @@ class _RecordedRun:
             self._given, self._losses = read(self.output), read(self.loss, counts=True)
         with plain_torch():
             self._unread = list_unread(self.output)
-            self.kept = of_model_and_loss(step, nonfinite_kinds, is_unwritten)
+            self.kept = of_model_and_loss(step, nonfinite_kinds)
             is_kept = self._watch.keep and not self._large
-            self.left = of_model_and_loss(step, copied_state, is_unwritten) if is_kept else {}
+            self.left = of_model_and_loss(step, copied_state) if is_kept else {}
 
     def trace(self, calls: tuple[ModuleCall, ...], kept: Mapping[str, bool]) -> Trace:
         """Return the trace; `calls` are the module calls, `kept` as in `Outcome`."""
         step, mode = self._step, self._step.mode
         taken, given, losses = collect_all([self._taken, self._given, self._losses])
         end = None if self.raised is None else f"{type(self.raised).__name__}: {self.raised}"
+        buffers, weights = (frozenset(dict(it)) for it in (step.model.named_buffers(), step.model.named_parameters()))
         return Trace(
             policy=mode.policy.label,
             format=mode.policy.format,
@@ -328,9 +324,9 @@ class _RecordedRun:
             elapsed_s=self._elapsed_s,
             raised=end,
             ops=self._ops.calls() if self._ops else (),
-            buffers=(buffers := frozenset(name for name, _ in step.model.named_buffers())),
+            buffers=buffers,
             spoilt_buffers=tuple(
-                n for n, is_spoilt in kept.items() if is_spoilt and (n in buffers or n.startswith(_OF_LOSS))
+                n for n, is_spoilt in kept.items() if is_spoilt and (n in buffers | weights or n.startswith(_OF_LOSS))
             ),
             built=step.built,
             backward=self._backward.calls() if self._backward and self._has_backward else (),

@@ -14,17 +14,15 @@ import torch
 
 from nandoctor.autocast.policy import REFERENCE, Policy
 from nandoctor.changes.batch import KeepSamples
-from nandoctor.changes.places import site_of
 from nandoctor.changes.running_op import RunningOp
 from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.engine.call import Call
 from nandoctor.engine.module_state import EndedEarly
-from nandoctor.engine.runner import CLOSELY, FailingStep, Watch
+from nandoctor.engine.runner import FailingStep, Watch
 from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.edits import OpSite, SingleEdit
 from nandoctor.evidence.report import Origin
 from nandoctor.evidence.trace import Place, Trace
-from nandoctor.ops import CHECKED_FILLS
 from nandoctor.text import MAX_SAMPLES_LISTED, number
 from nandoctor.torch_compat import running_node
 from nandoctor.tracing.dispatch_hook import Invocation, Proceed, find_lines
@@ -56,13 +54,12 @@ class _InDoubtError(Exception):
 class Symptom:
     """What has to happen again in a run that fails: the `origin` makes non-finite values, under the `policy` too.
 
-    `ends_there`: nothing that comes after the origin is asked for; else that the run fails as `failing` does.
+    If the run `failing` is finite in the end, nothing that comes after the origin is asked for.
     """
 
     origin: Origin
     policy: Policy | None
     failing: Trace
-    ends_there: bool
 
     def shows(self, step: FailingStep, samples: KeepSamples) -> bool:
         """Return True if the step fails again with some of its samples."""
@@ -72,7 +69,7 @@ class Symptom:
             return bool(step.run(self.policy, watch, (samples,)).trace.bad_gradients)
         if origin.op is None:
             trace = step.run(self.policy, _OF_SAMPLES, (samples,)).trace
-            return self.ends_there or trace.fails_as(self.failing)
+            return trace.fails_as(self.failing)
         reached: list[bool] = []
         kinds = origin.elements.kinds
         but_masks = bool(kinds) and "-inf" not in kinds
@@ -84,13 +81,12 @@ class Symptom:
                 is_there = running_node() is not None or (lines.inside or lines.source) == origin.source
                 if is_there and has_nonfinite(made, but_masks=but_masks):
                     reached.append(True)
-                    if self.ends_there:
+                    if self.failing.finite:
                         raise EndedEarly
             return made
 
-        watch = replace(_OF_SAMPLES, statistics="none" if self.ends_there else "ranges", ops=bool(self.failing.unread))
         with suppress(EndedEarly):
-            trace = step.run(self.policy, replace(watch, look=look), (samples,)).trace
+            trace = step.run(self.policy, replace(_OF_SAMPLES, look=look), (samples,)).trace
             return bool(reached) and trace.fails_as(self.failing)
         return True
 
@@ -104,8 +100,6 @@ def find_guilty(step: FailingStep, flagged: tuple[int, ...], symptom: Symptom) -
     size = step.call.sample_count
     if size is None or size < 2:
         return None if size is None else tuple(range(size))
-    if size == 2 and step.call.time_first == "possible":  # it takes two healthy rows to tell samples from time steps
-        return None
     runs = _Runs(step, symptom, size)
     with suppress(_InDoubtError, ModelError, LossError):
         found = flagged if flagged and runs.confirm(flagged) else runs.narrow(tuple(range(size)))
@@ -199,54 +193,41 @@ def _spread(samples: Sequence[int]) -> tuple[int, ...]:
 def _are_samples(step: FailingStep, healthy: tuple[int, ...]) -> bool:
     """Return False if rows may be time steps: what a sample gives depends neither on its place nor on the others.
 
-    Where that holds along the second dimension of sequences just as well, either may be the samples.
+    It takes two healthy rows to tell.
     """
-    time_first = step.call.time_first
-    if time_first == "never":
-        return True
-    stands_alone = _stands_alone(step, healthy, dim=0) if len(set(healthy)) > 1 else None
-    if stands_alone is None or time_first == "unlikely":
-        return stands_alone is not False and time_first == "unlikely"
-    return stands_alone and not _stands_alone(step, healthy, dim=1)
+    return not step.call.may_be_time_first or (len(set(healthy)) > 1 and _stand_alone(step, healthy))
 
 
-def _stands_alone(step: FailingStep, samples: tuple[int, ...], *, dim: int) -> bool | None:
-    """Return True if the output moves with a batch that is moved by one along a dimension; None if none has it."""
+def _stand_alone(step: FailingStep, samples: tuple[int, ...]) -> bool:
+    """Return True if the output moves with a batch that is moved by one sample; False if it shows no difference."""
     # In eval mode there is no dropout, and no BatchNorm that mixes samples.
     calm = replace(step, mode=replace(step.mode, training=False))
-    moved, kept, length = calm, (*samples[1:], samples[-1]), len(samples)
-    if dim:  # sequences begin one step later, and have their last one twice
-        arrays, size = step.call.batch, step.call.sample_count
-        sequences = {name: value for name, value in arrays.items() if value.dim() > 2}
-        later = {name: torch.cat([value[:, 1:], value[:, -1:]], dim=1) for name, value in sequences.items()}
-        moved, kept = replace(calm, call=replace(step.call, batch={**arrays, **later})), samples
-        lengths = (value.shape[1] for value in sequences.values() if value.shape[0] == size)
-        length = next((length for length in lengths if length > 1), 0)
-    first = calm.run(REFERENCE, _OF_SAMPLES, (KeepSamples(samples=samples),)).output
-    second = moved.run(REFERENCE, _OF_SAMPLES, (KeepSamples(samples=kept),)).output
+    first, second = (
+        calm.run(REFERENCE, _OF_SAMPLES, (KeepSamples(samples=kept),)).output
+        for kept in (samples, (*samples[1:], samples[-1]))
+    )
     before, after = (
         {path: leaf for path, leaf in walk_tensors(output) if leaf.is_floating_point()} for output in (first, second)
     )
     pairs = [(one, after[path]) for path, one in before.items() if path in after and one.shape == after[path].shape]
-    alike = [_is_alike(*pair, dim) for pair in pairs if pair[0].shape[dim : dim + 1] == (length,) and pair[0].numel()]
+    alike = [_is_alike(*pair) for pair in pairs if pair[0].shape[:1] == (len(samples),) and pair[0].numel()]
     known = [is_alike for is_alike in alike if is_alike is not None]
-    return all(known) if known else None
+    return bool(known) and all(known)
 
 
-def _is_alike(before: torch.Tensor, after: torch.Tensor, dim: int) -> bool | None:
-    """Return True if `after` is `before`, moved by one along a dimension; None if it hardly varies along that.
+def _is_alike(before: torch.Tensor, after: torch.Tensor) -> bool | None:
+    """Return True if `after` is `before`, moved by one row; None if the rows hardly differ.
 
     What is computed of pairs, as of images and their captions, moves along two dimensions of one length.
     """
     before, after = (values.detach().double().nan_to_num(0.0, 0.0, 0.0) for values in (before, after))
-    first, last = slice(None, -1), slice(1, None)
-    at = [(*[slice(None)] * dim, part) for part in (first, last)]
-    varies, noise = float((before[at[1]] - before[at[0]]).abs().max()), _NOISE * float(before.abs().max())
+    varies, noise = float((before[1:] - before[:-1]).abs().max()), _NOISE * float(before.abs().max())
     if varies <= noise / _ALIKE:
         return None
-    is_square = before.shape[dim : dim + 2].count(before.shape[dim]) == 2
-    ways = [at, [(*place, place[-1]) for place in at]] if is_square else [at]
-    return any(bool((before[end] - after[begin]).abs().max() <= _ALIKE * varies) for begin, end in ways)
+    moved = [(before[1:], after[:-1])]
+    if before.dim() > 1 and before.shape[0] == before.shape[1]:
+        moved.append((before[1:, 1:], after[:-1, :-1]))
+    return any(bool((old - new).abs().max() <= _ALIKE * varies) for old, new in moved)
 
 
 def describe_difference(call: Call, guilty: tuple[int, ...]) -> str:
@@ -349,22 +330,3 @@ def is_read(step: FailingStep, name: str) -> bool:
     except (ModelError, LossError):
         return True
     return without.raised is not None or (made.output, made.loss) != (without.output, without.loss)
-
-
-def raises_anyway(step: FailingStep) -> bool:
-    """Return True if an operation raises the same error though all that the step makes is finite; False in doubt.
-
-    An error that code raises by itself, as for a value that is not finite, is about the values; so is that of a number
-    that does not fit, which the trace has as the last op.
-    """
-    with suppress(ModelError, LossError):
-        before = step.run(watch=CLOSELY)
-        sites = dict.fromkeys(site_of(op) for op in before.trace.ops if not op.outputs_finite)
-        if before.refused or any(op.op in CHECKED_FILLS and not op.outputs_finite for op in before.trace.ops[-1:]):
-            return False
-        try:
-            after = step.run(None, _CLOSER, [_MakeFinite(site=site) for site in sites])
-        except (ModelError, LossError) as error:  # nothing non-finite was left
-            return before.trace.raised in [f"{type(it).__name__}: {it}" for it in (error, error.__cause__)]
-        return after.trace.raised is not None and after.trace.raised == before.trace.raised
-    return False

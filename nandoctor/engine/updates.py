@@ -39,9 +39,8 @@ def trace_update(step: FailingStep, updater: type[Optimizer] | None) -> UpdateTr
     if step.loss is None:
         return _not_run("the loss, and so its gradients, are not known")
     outcome = step.run(watch=Watch(stage="update", backward=True, keep=True))
-    gradients = outcome.gradients or {}
+    grads = outcome.gradients or {}
     parameters = dict(step.model.named_parameters())
-    grads = {name: gradient / outcome.gradient_scale for name, gradient in gradients.items()}
     low = next(filter(None, (format_of(parameter.dtype) for parameter in parameters.values())), FP32)
     ops = OpTracer(known=[("weight", *named) for named in parameters.items()], phase="optimizer")
     with restored(step.model):

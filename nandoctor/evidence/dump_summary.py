@@ -59,8 +59,8 @@ class DumpSummary:
 class SavedFlags:
     """What went wrong in the step, according to the file: the non-finite `loss` (None: there was none), or `gradients`.
 
-    `numbers` says which others are bad, as a norm of gradients that is NaN. `rank` of `num_ranks` wrote the file.
-    `here` is False if the non-finite loss was another rank's.
+    `numbers` has a clause for each other number that shows it, as a norm of gradients that is NaN. `rank` of
+    `num_ranks` wrote the file. `here` is False if the non-finite loss was another rank's.
     """
 
     loss: float | None = None

@@ -307,15 +307,13 @@ class StepSetting:
     training: bool | None = None
     only: tuple[int, ...] | None = None
     without: tuple[int, ...] | None = None
-    loss_scale: float | None = None
-    seed: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counterfactual:
     """The failing step with another setting: `group` is the kind of setting varied, `setting` its value."""
 
-    group: Literal["precision", "mode", "samples", "loss-scale", "seed"]
+    group: Literal["precision", "mode", "samples"]
     setting: StepSetting
     outcome: TrialOutcome
 

@@ -307,17 +307,10 @@ class Trace:
     `num_samples` is the batch size, or the number of time steps if these come first; None if unknown.
 
     `buffers` names the model's buffers, `built` the state that its own code makes non-finite, with True if that is only
-    -inf, `spoilt_buffers` the buffers that have NaN or Inf only after the forward. `loss`, `backward` (the ops of the
-    backward pass in its own order) and `bad_gradients` (the non-finite gradients of parameters) exist if a loss was
-    given. `function_ops` are the ops that ran in the backward of custom autograd Functions. `trained_outside` names
-    what the backward pass gives gradients besides the model's parameters.
-
-    `unread` names parts of the output that could not be inspected; values in them are seen only in the ops.
-
-    `policy` is "none" if autocast was off except in the model's own regions. `format` is that of the policy's matrix
-    products (fp32 for the reference). `raised` is the message of an exception that ended the forward early. `ops` are
-    the operations of the requested span; `blinded` is the message of the exception because of which none could be
-    watched.
+    -inf, `spoilt_buffers` the buffers and weights that have NaN or Inf only after the forward. `loss`, `backward` (the
+    ops of the backward pass in its own order) and `bad_gradients` (the non-finite gradients of parameters) exist if a
+    loss was given. `function_ops` are the ops that ran in the backward of custom autograd Functions. `trained_outside`
+    names what the backward pass gives gradients besides the model's parameters.
     """
 
     policy: str
@@ -357,8 +350,7 @@ class Trace:
     def finite(self) -> bool:
         """True if the model's output, and the loss if there is one, are entirely finite."""
         ends = (*self.output, self.loss) if self.loss else self.output
-        hidden = self.handed_out if self.unread else ()
-        return self.raised is None and all(stats.finite for stats in ends) and not hidden
+        return self.raised is None and all(stats.finite for stats in ends)
 
     @property
     def fails_in_loss(self) -> bool:

@@ -44,15 +44,14 @@ class Result:
 
     `meant` marks infinities in the output that the code intends, such as a mask's. `kept` names the model's state that
     the run left non-finite: True for NaN or +Inf, False for -Inf alone, which may be a mask. A large model's gradients
-    are gigabytes, so they are checked only once; `looked_at`: the run has found them finite. They belong to loss x
-    `gradient_scale`. `left` is the state that the run leaves, `flags` the whole numbers of its output. `may_hide` is
-    False if no op of the run made NaN or +Inf, and none is in its batch.
+    are gigabytes, so they are checked only once; `looked_at`: the run has found them finite. `left` is the state that
+    the run leaves, `flags` the whole numbers of its output. `may_hide` is False if no op of the run made NaN or +Inf,
+    and none is in its batch.
     """
 
     values: Mapping[str, torch.Tensor]
     gradients: Mapping[str, torch.Tensor]
     ran: bool
-    gradient_scale: float = 1.0
     meant: Mapping[str, torch.Tensor] = field(default_factory=dict)
     looked_at: bool = False
     kept: Mapping[str, bool] = field(default_factory=dict)
@@ -108,8 +107,8 @@ class Result:
 
     @property
     def gradient_norm(self) -> float:
-        """The norm of all gradients together, of the loss itself."""
-        return math.hypot(*self.gradient_norms.values()) / self.gradient_scale
+        """The norm of all gradients together."""
+        return math.hypot(*self.gradient_norms.values())
 
     @property
     def largest_finite(self) -> float:
@@ -192,7 +191,6 @@ def keep(outcome: Outcome | None) -> Result:
         values=values,
         gradients={name: _plain(gradient) for name, gradient in (outcome.gradients or {}).items()},
         ran=outcome.trace.raised is None,
-        gradient_scale=outcome.gradient_scale,
         looked_at=not outcome.trace.bad_gradients,
         kept=outcome.kept,
         left=outcome.left,

@@ -6,17 +6,15 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, product, zip_longest
-from pathlib import Path
 
 from torch import nn
 
 from nandoctor.causes.base import Candidate
 from nandoctor.changes.batch import KeepSamples
 from nandoctor.changes.clamp import ClampArgument
-from nandoctor.changes.constant import SetArgument, SetAttribute
 from nandoctor.changes.keep_fp32 import KeepLines, KeepModule, KeepOp
 from nandoctor.changes.places import ancestors, descendants, singular_inputs, site_of
-from nandoctor.changes.setting import SetLossScale, UseFormat
+from nandoctor.changes.setting import UseFormat
 from nandoctor.changes.state import ResetBuffers
 from nandoctor.diagnosis.conclusion import Conclusion, Findings, Suspect
 from nandoctor.engine.module_state import list_nonfinite_state
@@ -27,7 +25,6 @@ from nandoctor.evidence.trace import LOSS, OpCall, SourceLine, Trace
 from nandoctor.fixes.agreement import compare_runs
 from nandoctor.fixes.verify import Trials
 from nandoctor.ops import CASTS, MOVES, PRODUCTS, is_factor, num_terms
-from nandoctor.source_files import is_installed
 from nandoctor.text import MAX_SAMPLES_LISTED
 
 MAX_LEADS = 5
@@ -35,7 +32,6 @@ MAX_LEADS = 5
 
 _ROUNDED_WITHIN = 4
 """How many ops before the failing one are searched for what rounded its operands."""
-
 
 _MOST_LINES = 3
 """A variance, its root and the quotient by it: after that a value that did not fit is mostly gone."""
@@ -46,9 +42,6 @@ _FAR = 30
 
 _OTHER_FILL = 1000.0
 """A second replacement for NaN besides 0, to see that it makes no difference."""
-
-_NUM_SEEDS = 2
-"""How many other seeds are run to show whether the failure depends on random numbers."""
 
 
 def propose(findings: Findings, trials: Trials) -> Iterator[Candidate]:
@@ -63,14 +56,14 @@ def propose(findings: Findings, trials: Trials) -> Iterator[Candidate]:
         yield from _unread(findings.trace, trials)
     if findings.verdict in ("numerics", "loss-scale"):
         # Not every origin needs one: a change that keeps one off 0 may also stop another's gradient overflow.
-        yield from together([changes for lead in leads[:MAX_LEADS] if (changes := specific(lead, trials.step.model))])
+        yield from together([list(lead.suggestions) for lead in leads[:MAX_LEADS] if lead.suggestions])
     if findings.verdict in ("precision", "silent"):
         if len(leads) == 1:
-            yield from specific(leads[0], trials.step.model)
+            yield from leads[0].suggestions
             if not _overflows_elsewhere(leads[0], findings):
                 yield from _in_fp32(leads[0], findings, trials)
         elif 1 < len(leads) <= MAX_LEADS:
-            yield from _combined(leads, findings, trials)
+            yield from together([[*lead.suggestions, *_op_in_fp32(lead, trials.step.model)] for lead in leads])
         if trials.step.loss is not None and any(lead.site.module == LOSS for lead in leads):
             yield (KeepModule(module=LOSS),)
 
@@ -83,41 +76,16 @@ def distinct_leads(conclusion: Conclusion, model: nn.Module) -> list[Suspect]:
 def place_in_code(lead: Suspect, model: nn.Module) -> object:
     """Return a key for the place in the code; each op of a library's module is a place of its own."""
     site = lead.site
-    return site if _is_library(site, model) else (site.type, site.op, site.source)
-
-
-def specific(lead: Suspect, model: nn.Module) -> list[Candidate]:
-    """Return the changes of the operation itself; a constant in a library is changed where its module keeps it."""
-    return [tuple(_through_attribute(edit, model) for edit in candidate) for candidate in lead.suggestions]
-
-
-def _through_attribute(edit: Edit, model: nn.Module) -> Edit:
-    """Return the change of a constant in a package's code as one of the attribute that holds it, if there is one."""
-    if not isinstance(edit, SetArgument) or edit.value is None:
-        return edit
-    source = edit.site.source
-    if source is not None and not (_is_library(edit.site, model) or is_installed(Path(source.file))):
-        return edit  # other code may read the attribute too
-    modules = (module for module in model.modules() if type(module).__name__ == edit.site.type)
-    attributes = (item for module in modules for item in vars(module).items())
-    name = next((name for name, value in attributes if isinstance(value, float) and value == edit.was), None)
-    return edit if name is None else SetAttribute(type=edit.site.type, name=name, was=edit.was, value=edit.value)
+    return site if is_library(site, model) else (site.type, site.op, site.source)
 
 
 def _in_fp32(lead: Suspect, findings: Findings, trials: Trials) -> Iterator[Candidate]:
-    """Yield fp32 for the op, its line or a cast before it; if none passes, for the block's forward and the block."""
-    for kept in dict.fromkeys((*_op_in_fp32(lead, trials.step.model), *_rounded_before(lead, findings))):
-        yield (kept,)
-        if trials.passes(kept):
+    """Yield fp32 for the op, its line and what rounded its operands, up to the first that passes."""
+    rounded = ((kept,) for kept in _rounded_before(lead, findings))
+    for candidate in dict.fromkeys((*_op_in_fp32(lead, trials.step.model), *rounded)):
+        yield candidate
+        if trials.passes(*candidate):
             return
-    site = lead.site
-    if site.module == LOSS:
-        return
-    if _has_children(site.module, findings.trace):
-        yield (KeepModule(module=site.module, children=False),)
-    if site.module:
-        block, model = KeepModule(module=site.module), trials.step.model
-        yield (*by_lines((block,), findings, model), block)
 
 
 def wider_lines(leads: Sequence[Suspect], findings: Findings, wide: FloatFormat) -> Iterator[Candidate]:
@@ -197,11 +165,11 @@ def line_of(site: OpSite) -> OpSite:
     return replace(site, op="", nth=0, source=site.source.whole if site.source is not None else None)
 
 
-def _op_in_fp32(lead: Suspect, model: nn.Module) -> tuple[KeepOp, ...]:
-    """Return the op and its line, or nothing if the op is not in the user's code."""
-    if _is_library(lead.site, model):
+def _op_in_fp32(lead: Suspect, model: nn.Module) -> tuple[Candidate, ...]:
+    """Return the op in fp32, and its line, or nothing if the op is not in the user's code."""
+    if is_library(lead.site, model):
         return ()
-    return KeepOp(site=lead.site), KeepOp(site=line_of(lead.site))
+    return (KeepOp(site=lead.site),), (KeepOp(site=line_of(lead.site)),)
 
 
 def _rounded_before(lead: Suspect, findings: Findings) -> Iterator[KeepOp]:
@@ -218,13 +186,7 @@ def _rounded_before(lead: Suspect, findings: Findings) -> Iterator[KeepOp]:
                 yield from (KeepOp(site=site_of(op)), KeepOp(site=line_of(site_of(op))))
 
 
-def smallest_in_fp32(lead: Suspect, model: nn.Module) -> Edit:
-    """Return the op alone in fp32; or its module, or the loss, if the op is not in the user's code."""
-    at_large = lead.site.module == LOSS or _is_library(lead.site, model)
-    return KeepModule(module=lead.site.module) if at_large else KeepOp(site=lead.site)
-
-
-def _is_library(site: OpSite, model: nn.Module) -> bool:
+def is_library(site: OpSite, model: nn.Module) -> bool:
     """Return True if one of torch's modules made the op, so that its source line is the caller's, or unknown."""
     return site.source is None or site.module in _paths_in_torch(model)
 
@@ -233,10 +195,6 @@ def _paths_in_torch(model: nn.Module) -> set[str]:
     """Return the paths of the modules whose code is torch's; a scripted model has no get_submodule to look one up."""
     modules = model.named_modules(remove_duplicate=False)
     return {path for path, module in modules if type(module).__module__.startswith("torch.")}
-
-
-def _has_children(path: str, trace: Trace) -> bool:
-    return any(call.module != path and is_below(call.module, path) for call in trace.calls)
 
 
 def together(groups: Sequence[list[Candidate]]) -> Iterator[Candidate]:
@@ -275,31 +233,6 @@ def join(edits: Sequence[Edit]) -> Edit:
     return Together(edits=tuple(dict.fromkeys(singles))) if len(singles) > 1 else singles[0]
 
 
-def _combined(leads: Sequence[Suspect], findings: Findings, trials: Trials) -> Iterator[Candidate]:
-    """Yield each block's first change that passes while the other blocks are in fp32, combined; then all blocks."""
-    blocks: dict[Edit, list[Suspect]] = {}
-    for lead in leads:
-        children = not _has_children(lead.site.module, findings.trace)
-        blocks.setdefault(KeepModule(module=lead.site.module, children=children), []).append(lead)
-    if not trials.passes(*blocks):
-        return
-    chosen: list[Edit] = []
-    for block, members in blocks.items():
-        others = [other for other in blocks if other != block]
-        proposals = (edit for candidate in _for_block(members, findings, trials) for edit in candidate)
-        chosen.append(next((edit for edit in proposals if trials.passes(edit, *others)), block))
-    yield (join(chosen),)
-    yield (join(list(blocks)),)
-
-
-def _for_block(leads: Sequence[Suspect], findings: Findings, trials: Trials) -> Iterator[Candidate]:
-    """Return the changes of one origin, or combined changes of several in one block."""
-    model = trials.step.model
-    if len(leads) == 1:
-        return chain(specific(leads[0], model), _in_fp32(leads[0], findings, trials))
-    return together([[*specific(lead, model), *((kept,) for kept in _op_in_fp32(lead, model))] for lead in leads])
-
-
 def _unread(trace: Trace, trials: Trials) -> Iterator[Candidate]:
     """Replace the batch's NaN at the first op that computes with it, if the value does not matter: a mask follows."""
     carriers: set[int] = set()
@@ -314,32 +247,24 @@ def _unread(trace: Trace, trials: Trials) -> Iterator[Candidate]:
                 yield (zero,)
 
 
-def vary_settings(trials: Trials, guilty: tuple[int, ...], *, random: bool, verified: bool) -> Iterator[Counterfactual]:
+def vary_settings(trials: Trials, guilty: tuple[int, ...], *, verified: bool) -> Iterator[Counterfactual]:
     """Run the step with one setting changed at a time, as long as the budget of the trials lasts.
 
-    `guilty` are the samples to blame, () if unknown. Other seeds are run if the step draws `random` numbers. In train
-    mode, modes and seeds are skipped if a fix is `verified`: they only show whether the failure depends on chance. In
-    eval mode they are run, since a BatchNorm's statistics may be the reason.
+    `guilty` are the samples to blame, () if unknown. In train mode, modes are skipped if a fix is `verified`: they only
+    show whether the failure depends on chance. In eval mode they are run, since a BatchNorm's statistics may be the
+    reason.
     """
     step, mode, own_seed = trials.step, trials.step.mode, trials.step.randomness.seed
     # If fp32 is finite, float64 says nothing more, and takes many times as long.
     for number_format in (FP16, BF16, FP32, *((FP64,) if trials.numerics else ())):
         if (outcome := trials.look(UseFormat(format=number_format))) is not None:
             yield Counterfactual(group="precision", setting=StepSetting(dtype=number_format), outcome=outcome)
-    chance = not (verified and mode.training)
-    for flag in (True, False) if chance else ():
+    for flag in () if verified and mode.training else (True, False):
         if (outcome := trials.varied(training=flag, seed=own_seed).look()) is not None:
             yield Counterfactual(group="mode", setting=StepSetting(training=flag), outcome=outcome)
     for setting, samples in _selections(guilty, step.call.batch_size):
         if (outcome := trials.look(KeepSamples(samples=samples))) is not None:
             yield Counterfactual(group="samples", setting=setting, outcome=outcome)
-    for scale in _scales(mode.loss_factor) if step.loss is not None else ():
-        if (outcome := trials.look(SetLossScale(value=scale))) is not None:
-            yield Counterfactual(group="loss-scale", setting=StepSetting(loss_scale=scale), outcome=outcome)
-    first = (own_seed or 0) + 1
-    for seed in range(first, first + _NUM_SEEDS) if random and chance else ():
-        if (outcome := trials.varied(training=mode.training, seed=seed).look()) is not None:
-            yield Counterfactual(group="seed", setting=StepSetting(seed=seed), outcome=outcome)
 
 
 def _selections(guilty: tuple[int, ...], num_samples: int | None) -> Iterator[tuple[StepSetting, tuple[int, ...]]]:
@@ -349,11 +274,6 @@ def _selections(guilty: tuple[int, ...], num_samples: int | None) -> Iterator[tu
     yield StepSetting(only=guilty), guilty
     if len(guilty) < MAX_SAMPLES_LISTED:  # otherwise there may be more of them
         yield StepSetting(without=guilty), tuple(i for i in range(num_samples) if i not in guilty)
-
-
-def _scales(loss_scale: float) -> tuple[float, ...]:
-    """Return the step's scale, two lower ones that GradScaler would get to, and 1."""
-    return tuple(dict.fromkeys((loss_scale, max(loss_scale / 16, 1.0), max(loss_scale / 256, 1.0), 1.0)))
 
 
 def widens(edit: SingleEdit, op: OpCall) -> bool:

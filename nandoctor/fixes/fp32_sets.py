@@ -55,16 +55,9 @@ def _recorded(kept: Kept) -> Fp32Set:
 
 
 def _guess(members: list[KeepModule], products: set[str], findings: Findings) -> list[list[KeepModule]]:
-    """Return guesses: the modules to blame; also those whose products overflow; or also all that leave the format."""
+    """Return guesses: the modules to blame; also those whose products overflow."""
     blamed = {lead.site.module for lead in findings.conclusion.suspects}
-    guesses = (blamed, blamed | products, blamed | _leaving_format(findings))
-    return [[member for member in members if member.module in guess] for guess in guesses]
-
-
-def _leaving_format(findings: Findings) -> set[str]:
-    """Return the modules with inputs or outputs in fp32 that pass the low format's limit."""
-    passed = ((call.module, stats) for call in findings.reference.calls for stats in (*call.inputs, *call.outputs))
-    return {module for module, stats in passed if (stats.absmax or 0.0) > findings.trace.format.max}
+    return [[member for member in members if member.module in guess] for guess in (blamed, blamed | products)]
 
 
 def _find_members(findings: Findings, *, has_loss: bool) -> list[KeepModule]:
@@ -123,14 +116,14 @@ def find_minimal_sets(
 
 
 def minimise(members: Sequence[T], holds: Callable[[tuple[T, ...]], bool]) -> tuple[T, ...]:
-    """Return a set that holds, without any needless member, in the order of `members`; these must hold together.
+    """Return a set that holds, without needless members, in the order of `members`; these must hold together.
 
-    If more members never hurt, k of n are found with about 2 k log2(n / k) tests (QuickXplain: Junker, 2004). In the
-    end each is left out once, so that the set is 1-minimal (Zeller and Hildebrandt, 2002) even if they do.
+    If more members never hurt, k of n are found with about 2 k log2(n / k) tests (QuickXplain: Junker, 2004). If they
+    do, what is found may not hold, and all members are returned.
     """
     found = set(_needed(tuple(members), holds))
-    kept = [member for member in members if member in found]
-    return _without_needless(kept if holds(tuple(kept)) else members, holds)
+    kept = tuple(member for member in members if member in found)
+    return kept if holds(kept) else tuple(members)
 
 
 def _needed(members: tuple[T, ...], holds: Callable[[tuple[T, ...]], bool], known: tuple[T, ...] = ()) -> tuple[T, ...]:
@@ -141,14 +134,3 @@ def _needed(members: tuple[T, ...], holds: Callable[[tuple[T, ...]], bool], know
     later = () if holds((*known, *first)) else _needed(second, holds, (*known, *first))
     earlier = () if later and holds((*known, *later)) else _needed(first, holds, (*known, *later))
     return (*earlier, *later)
-
-
-def _without_needless(members: Sequence[T], holds: Callable[[tuple[T, ...]], bool]) -> tuple[T, ...]:
-    """Leave out members one by one until each that is left is needed, and return these."""
-    kept = tuple(members)
-    for member in members:
-        rest = tuple(other for other in kept if other != member)
-        if rest and holds(rest):
-            kept = rest
-    # A member that was needed besides others may not be once they are gone.
-    return kept if len(kept) == len(members) else _without_needless(kept, holds)

@@ -27,13 +27,10 @@ def gradient_error(
     They are those of all weights in both, or of `names`. Differences up to `grain` are ignored: the run's format cannot
     represent them.
     """
-    names, scale = names or made.gradients.keys() & reference.gradients, made.gradient_scale
-    alpha = scale / reference.gradient_scale
-    pieces = (torch.sub(ours, theirs, alpha=alpha) for name in names for ours, theirs in _pieces(made, reference, name))
-    difference = (
-        math.hypot(*(norm_of(hardshrink(piece, grain * scale) if grain else piece) for piece in pieces)) / scale
-    )
-    norm = math.hypot(*(reference.gradient_norms[name] for name in names)) / reference.gradient_scale
+    names = names or made.gradients.keys() & reference.gradients
+    pieces = (ours - theirs for name in names for ours, theirs in _pieces(made, reference, name))
+    difference = math.hypot(*(norm_of(hardshrink(piece, grain) if grain else piece) for piece in pieces))
+    norm = math.hypot(*(reference.gradient_norms[name] for name in names))
     return difference / norm if norm else difference
 
 
@@ -66,8 +63,8 @@ def _share_reversed(made: Result, meant: Result, name: str) -> float:
     An element of the other sign is off by more than its magnitude; if all are off by less together, none is looked at.
     """
     our_least, least = (_SIGNIFICANT * run.gradient_sizes[name] for run in (made, meant))
-    pieces, alpha = [*_pieces(made, meant, name)], made.gradient_scale / meant.gradient_scale
-    off = math.fsum(_total(torch.sub(ours, theirs, alpha=alpha)) for ours, theirs in pieces) / alpha
+    pieces = [*_pieces(made, meant, name)]
+    off = math.fsum(_total(ours - theirs) for ours, theirs in pieces)
     whole = math.fsum(_total(hardshrink(theirs, least)) for _, theirs in pieces)
     if off <= _REVERSED * whole:
         return 0.0

@@ -1,63 +1,128 @@
-"""Examines a step whose output is finite although it made NaN or Inf: what became of those values."""
+"""Doubts a step that made NaN or Inf which its output does not show, and diagnoses those that it leaves in buffers."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from nandoctor.autocast.policy import REFERENCE
 from nandoctor.causes.base import is_log_of_mask, writes_infinity
-from nandoctor.diagnosis.conclusion import MASK, Conclusion, Findings, Gap, conclude
+from nandoctor.diagnosis.conclusion import Findings, Gap, conclude
 from nandoctor.diagnosis.origin import trace_back
 from nandoctor.diagnosis.run_summary import outputs_differ
 from nandoctor.diagnosis.verdict import judge, name_op
 from nandoctor.engine.call import Batch
-from nandoctor.engine.module_state import NEGATIVE, POSITIVE, tensors_in
-from nandoctor.engine.runner import CLOSELY, FailingStep, Outcome, Watch, nonfinite_before
+from nandoctor.engine.runner import CLOSELY, FailingStep, Watch
 from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.report import Reproduction
-from nandoctor.evidence.trace import LOSS, OpCall, SourceLine, TensorStats, Trace
+from nandoctor.evidence.trace import OpCall, TensorStats, Trace
 from nandoctor.ops import COMPARISONS, MOVES, SEES_NAN, SELECTIONS, UNFILLED
 from nandoctor.text import are, join_first
-from nandoctor.torch_compat import plain_torch, tree_tensors, version_of
-from nandoctor.tracing.dispatch_hook import Invocation, Proceed, find_lines, intercepting
+from nandoctor.torch_compat import tree_tensors
+from nandoctor.tracing.dispatch_hook import Invocation, Proceed, intercepting
 from nandoctor.tracing.tensor_stats import all_finite, format_of, numbers_in, walk_tensors
-from nandoctor.trees import tree_leaves
 
-_MOST_TAKERS = 8
-_TO_PYTHON = "item"
+_TAKEN = "taken."
+_LEFT = frozenset({"", "item"})
+"""In place of an op that took a value: none did, or it left torch as a number, and what became of it is not seen."""
+_UNTRACED = Gap(
+    text="The step is finite, but its operations could not be traced: a NaN that is hidden on the way would go unseen",
+    remedy="Check what the forward computes on the way with torch.isfinite.",
+)
 _RESULTS = Watch(stage="closer look", statistics="none")
+_PASS_THROUGH = MOVES | SELECTIONS | UNFILLED
 
 
 def look_for_hidden(step: FailingStep, findings: Findings) -> Findings:
-    """Return the findings of a step with a finite output, extended by its hidden non-finite values and their effects.
+    """Return the findings of a step with a finite output, with a doubt if it does not show NaN or Inf that was made.
 
-    Infinities and NaN written in the code are intended, and so are values that a selection removes without depending on
-    them. A diagnosis of the backward pass comes after that of hidden values.
+    Infinities and NaN written in the code are intended, and so are values that a selection leaves out.
     """
-    with suppress(LossError, ModelError):  # a step that ran once may not run under the closer watch
-        ops = findings.ops or step.run(watch=CLOSELY).trace.ops
-        if _may_hide(ops, findings.trace) or findings.trace.spoilt_buffers:
-            findings = _look(step, findings)
+    if findings.ops and not _may_hide(findings.ops, findings.trace):
+        return findings
+    return replace(findings, gaps=(*findings.gaps, *_find_hidden(step)))
+
+
+def diagnose_buffers(step: FailingStep, findings: Findings) -> Findings:
+    """Return the findings of a sound step, or those of NaN or Inf that it leaves in buffers for a later step."""
+    names = findings.trace.spoilt_buffers
+    with suppress(LossError, ModelError):  # a model may be called only once
+        if not names or not _are_read_later(step, names):
+            return findings
+        shown = _returning(step, lambda batch: (step.call.forward(batch), _buffers(step, names)))
+        trace, reference = shown.run(watch=CLOSELY).trace, shown.run(REFERENCE, CLOSELY).trace
+        conclusion = conclude(trace, reference, step.low)
+        verdict = judge(trace, reference, conclusion, Reproduction(grade="no-reference"))
+        if verdict == "healthy":
+            return findings
+        named = join_first([f"`{name}`" for name in names], 3)
+        note = f"What the step returns is finite; {named}, which it leaves for later steps, {are(len(names))} not."
+        found = replace(findings, trace=trace, reference=reference, ops=trace.ops, verdict=verdict)
+        return replace(found, conclusion=conclusion, exposed=shown, notes=(*findings.notes, note))
     return findings
 
 
+def _buffers(step: FailingStep, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    held = (*step.model.named_buffers(), *step.model.named_parameters())
+    return {name: tensor for name, tensor in held if name in names}
+
+
+def _are_read_later(step: FailingStep, names: Sequence[str]) -> bool:
+    """Return True if a second forward, in training or in evaluation, gives another output with other numbers there."""
+
+    def run_twice(training: bool, change: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        def forward(batch: Batch) -> Any:
+            step.call.forward(batch)
+            for buffer in _buffers(step, names).values():
+                buffer.data = change(buffer.detach())
+            if not training:
+                step.model.eval()
+            return step.call.forward(batch)
+
+        twice = replace(step, call=replace(step.call, forward=forward), loss=None)
+        return [leaf for _, leaf in walk_tensors(twice.run(watch=_RESULTS).output)]
+
+    for training in {step.mode.training, False}:
+        as_left = run_twice(training, torch.Tensor.detach)
+        others = (run_twice(training, partial(_filled, way=way)) for way in range(_WAYS))
+        if not all(len(other) == len(as_left) and all(map(torch.equal, as_left, other)) for other in others):
+            return True
+    return False
+
+
 def describe_hidden(step: FailingStep) -> str | None:
-    """Describe what the output of a step depends on, or what the step leaves behind, if that is NaN or Inf."""
-    with suppress(LossError, ModelError):
-        trace = step.run(watch=CLOSELY).trace
-        if trace.finite and trace.raised is None and _may_hide(trace.ops, trace):
-            found = _look(step, Findings(trace=trace, reference=trace, verdict="healthy", conclusion=Conclusion()))
-            return found.notes[-1] if found.exposed is not None else None
-    return None
+    """Describe NaN or Inf that a step makes, and that its finite output does not show; None if there is none."""
+    return next((gap.text for gap in _find_hidden(step)), None)
+
+
+def _find_hidden(step: FailingStep) -> Iterator[Gap]:
+    """Yield the gap for the first hidden value that nothing in the code intends."""
+    exposed = _expose(step)
+    with suppress(LossError, ModelError):  # a step that ran once may not run under the closer watch
+        trace = exposed.run(watch=CLOSELY).trace
+        if trace.blinded is not None or trace.raised is not None:  # the step ran while nobody watched its operations
+            yield _UNTRACED
+            return
+        is_finite = all(stats.finite for stats in _results(trace))
+        hidden = [*_list_hidden(trace)] if is_finite and _may_hide(trace.ops, trace) else []
+        if hidden and _LEFT.isdisjoint(taker for _, taker in hidden) and _are_harmless(step):
+            return
+        reference = exposed.run(REFERENCE, CLOSELY).trace if hidden else trace
+        is_as_fp32 = not outputs_differ(_results(trace), _results(reference))
+        found = (_find_unmeant(order, taker, trace, reference, is_as_fp32=is_as_fp32) for order, taker in hidden)
+        if (what := next(filter(None, found), None)) is not None:
+            yield Gap(
+                text=f"The output is finite, but {what} that it does not show. It may have decided what the output is, "
+                "have left torch as a Python or numpy number, or be kept where the step does not read it.",
+                remedy="Guard that operation, or give --call FILE.py:NAME, a function (model, batch) that returns "
+                "what becomes of it.",
+            )
 
 
 def _may_hide(ops: Sequence[OpCall], trace: Trace) -> bool:
@@ -74,357 +139,69 @@ def _writes_mask(op: OpCall, ops: Sequence[OpCall]) -> bool:
     return writes_infinity(op) or is_log_of_mask(op, ops)
 
 
-def _look(step: FailingStep, findings: Findings) -> Findings:
-    exposing = Exposing(step=step)
-    whole = exposing.exposed.run(watch=CLOSELY).trace
-    reference = Exposing(step=step).exposed.run(REFERENCE, CLOSELY).trace
-    hidden = {stats.path: stats for stats in whole.output if not stats.finite}
-    left = [path.removeprefix("kept.") for path in hidden if path.startswith("kept.")]
-    before = nonfinite_before(step) if left else {}
-    left = [name for name in left if name not in before or _has_more(hidden[f"kept.{name}"], before[name])]
-    left = [name for name in left if _is_unmeant(hidden[f"kept.{name}"], whole, reference)]
-    spoilt = tuple(dict.fromkeys((*findings.trace.spoilt_buffers, *(name for name in left if name in whole.buffers))))
-    findings = replace(findings, trace=replace(findings.trace, spoilt_buffers=spoilt))
-    names = [*dict.fromkeys((*left, *spoilt))]
-    taken_later, read_later = _find_uses(step, names)
-    kept = [f"kept.{name}" for name in left if name in read_later]
-    of_model = [name for name in names if step.loss is not None and not name.startswith(LOSS)]
-    idle = [name for name in of_model if name not in taken_later]
-    findings = _told_of_idle(findings, idle)
-    taken = {
-        path: site
-        for path, site in exposing.sites.items()
-        if path in hidden and site.op not in SEES_NAN
-        if _is_unmeant(hidden[path], whole, reference, site)
-    }
-    made, in_fp32 = ((*_showing(run, set()).output, *filter(None, [run.loss])) for run in (whole, reference))
-    unlike_fp32 = taken and outputs_differ(made, in_fp32)
-    plain = Exposing(step=step, only=frozenset()).exposed.run(watch=_RESULTS) if unlike_fp32 else None
-    decided = [path for path in [*taken][:_MOST_TAKERS] if _decides(step, path, plain)]
-    chosen = frozenset((*kept, *decided))
-    if not chosen:
-        numbers = (path for path, site in taken.items() if site.op == _TO_PYTHON)
-        asked = (path for path in numbers if step.loss is None or _is_asked_later(step, path))
-        lost = (hidden[path] for path in (*(f"kept.{name}" for name in left if name not in idle), *asked))
-        doubts = _doubt_lost((*lost, *_unseen(whole)), whole, reference)
-        return replace(findings, gaps=(*findings.gaps, *doubts))
-    shown, shown_reference = (_showing(run, chosen) for run in (whole, reference))
-    conclusion = conclude(shown, shown_reference, step.low)
-    verdict = judge(shown, shown_reference, conclusion, Reproduction(grade="no-reference"))
-    causes = {diagnosis.cause.code for diagnosis in conclusion.diagnoses if diagnosis.cause is not None}
-    if verdict == "healthy" or causes == {MASK}:
-        return findings
-    return replace(
-        findings,
-        trace=shown,
-        reference=shown_reference,
-        verdict="silent" if verdict == "precision" and not kept else verdict,
-        conclusion=conclusion.followed_by(findings.conclusion),
-        ops=shown.ops,
-        notes=(*findings.notes, _describe(kept, [taken[path] for path in decided])),
-        exposed=Exposing(step=step, only=chosen).exposed,
-    )
+def _results(trace: Trace) -> tuple[TensorStats, ...]:
+    own = (stats for stats in trace.output if not stats.path.startswith(_TAKEN))
+    return (*own, *filter(None, [trace.loss]))
 
 
-def _told_of_idle(findings: Findings, names: Sequence[str]) -> Findings:
-    """Return the findings with a note on the attributes and buffers that nothing takes; these buffers are no doubt."""
-    if not names:
-        return findings
-    others = tuple(name for name in findings.trace.spoilt_buffers if name not in names)
-    told = join_first([f"`{name}`" for name in names], 3)
-    note = f"The step leaves NaN or Inf in {told}. Neither the loss nor a second forward depends on that."
-    return replace(findings, trace=replace(findings.trace, spoilt_buffers=others), notes=(*findings.notes, note))
+def _list_hidden(trace: Trace) -> Iterator[tuple[int | None, str]]:
+    """Yield the ops whose NaN or Inf an op hid, with its name, then those that no op took what they made of."""
+    for stats in trace.output:
+        taker = stats.path.removeprefix(_TAKEN).partition(".")[0] if stats.path.startswith(_TAKEN) else ""
+        if taker and taker not in SEES_NAN:
+            yield stats.producer, taker
+    yield from ((order, "") for order in trace.handed_out if order not in {stats.producer for stats in trace.output})
 
 
-def _find_uses(step: FailingStep, names: Sequence[str]) -> tuple[Set[str], Set[str]]:
-    """Return which of these buffers and attributes a second forward takes, and which it depends on.
+def _find_unmeant(order: int | None, taker: str, trace: Trace, reference: Trace, *, is_as_fp32: bool) -> str | None:
+    """Describe the op or the input that a hidden value is from, or return None if it is a mask, a marker or harmless.
 
-    It runs as in training and as in evaluation. A loss elsewhere may send gradients through what has a graph.
+    -inf that an op takes counts as a mask, unless it became NaN, as 0 times the log of 0 does. What fp32 has finite is
+    harmless if the output is as fp32's, and it has not left torch as a number. What is in the batch or the model is
+    there to be left out by a comparison.
     """
-    if not names:
-        return set(), set()
-    paths = frozenset(f"kept.{name}" for name in names)
-    again = Exposing(step=step, only=paths).exposed.run(watch=replace(_RESULTS, backward=True))
-    with_graph = {name for name, tensor in again.output.kept.items() if tensor.requires_grad}
-    taken, depends = set[str](), False
-    for training in {step.mode.training, False}:
-        try:
-            as_left = continued(step, names, training=training, taken=taken).run(watch=_RESULTS)
-        except (LossError, ModelError):  # a model may be called only once
-            return set(names), set(names)
-        ways = range(WAYS) if taken else ()
-        replaced = (continued(step, taken, training=training, way=way, taken=set()) for way in ways)
-        depends = depends or as_left.trace.raised is not None or not _are_same(as_left, replaced)
-    return with_graph | taken, with_graph | (taken if depends else set())
+    if order is None:
+        return None
+    found = trace_back(trace.ops, reference, [order], trace.format)
+    has_nan = any("nan" in op.analysis.kinds for op in found.ops if op.analysis)
+    for source in (*found.sources, *found.written):
+        op, kinds = source.op, source.op.analysis.kinds if source.op.analysis else ()
+        is_mask = not has_nan and (_writes_mask(op, trace.ops) or (bool(taker) and kinds == ("-inf",)))
+        is_marker = any(math.isnan(value) for _, value in op.scalars)
+        is_harmless = taker not in _LEFT and is_as_fp32 and source.reference_is_finite
+        if kinds and not (is_mask or is_marker or is_harmless):
+            made = "NaN" if "nan" in kinds else "Inf, and from it NaN," if has_nan else "Inf"
+            return f"{name_op(op.op, op.source)} makes {made}"
+    outside = next((tensor for _, tensor in found.outside if tensor.origin != "unknown"), None)
+    if found.sources or outside is None or not taker or taker in COMPARISONS:
+        return None
+    return f"`{outside.path}` has NaN or Inf"
 
 
-def _are_same(first: Outcome, others: Iterable[FailingStep]) -> bool:
-    """Return True if the steps give what the first gave; one in which a number cannot be replaced says nothing."""
-    for other in others:
-        with suppress(LossError, ModelError):
-            if not _is_same(first, other.run(watch=_RESULTS)):
-                return False
-    return True
-
-
-def _is_asked_later(step: FailingStep, path: str) -> bool:
-    """Return True if a second forward, as in training or in evaluation, depends on a number that left torch."""
-    for training in {step.mode.training, False}:
-        twice = continued(step, (), training=training, taken=set())
-        name = path.removeprefix("taken.")
-        replaced = (Exposing(step=twice, only=frozenset(), replaced=name, way=way).exposed for way in range(WAYS))
-        try:
-            as_left = twice.run(watch=_RESULTS)
-        except (LossError, ModelError):  # a model may be called only once
-            return True
-        if as_left.trace.raised is not None or not _are_same(as_left, replaced):
-            return True
-    return False
-
-
-def _showing(trace: Trace, chosen: Set[str]) -> Trace:
-    """Return the trace with only these of the hidden values in its output."""
-    hidden = ("kept.", "taken.")
-    shown = (stats for stats in trace.output if stats.path in chosen or not stats.path.startswith(hidden))
-    return replace(trace, output=tuple(shown))
-
-
-def _has_more(held: TensorStats, before: torch.Tensor) -> bool:
-    """Return True if a tensor has NaN, or more infinities than before: a best so far begins with them."""
-    found, had = held.counts, [int((before == kind).sum()) for kind in (POSITIVE, NEGATIVE)]
-    return found is None or found.num_nan > 0 or found.num_posinf > had[0] or found.num_neginf > had[1]
-
-
-def _is_unmeant(held: TensorStats, trace: Trace, reference: Trace, taker: Taken | None = None) -> bool:
-    """Return True if a traced op made the non-finite values of a tensor, and they are no mask or marker.
-
-    Values from the batch or the model that the `taker` compares are there to be left out, and infinities that it asks
-    for if fp32 has them too. -inf that is taken counts as a mask unless it became NaN, as 0 times the log of 0 does.
-    """
-    if held.producer is None:
-        return False
-    found = trace_back(trace.ops, reference, [held.producer], trace.format)
-    masks = () if held.counts is not None and held.counts.num_nan else ("-inf",)
-    sources = [
-        source
-        for source in found.sources
-        if source.op.analysis
-        and (source.op.analysis.kinds != masks or not (taker or _writes_mask(source.op, trace.ops)))
-    ]
-    if sources and taker is not None and taker.asked:
-        return any(source.reference_is_finite for source in sources)
-    if sources:
-        return not all(any(math.isnan(value) for _, value in source.op.scalars) for source in sources)
-    return not (taker is not None and taker.op in COMPARISONS) and any(
-        tensor.origin != "unknown" for _, tensor in found.outside
-    )
-
-
-def _decides(step: FailingStep, path: str, plain: Outcome | None) -> bool:
-    """Return True if other numbers in place of the non-finite values there change the step's output or loss.
-
-    If these are unlike fp32's, `plain` is the step as it is: all other numbers may lead to the same, as in a branch.
-    """
-    first = plain
-    for way in range(WAYS):
-        replaced = Exposing(step=step, only=frozenset(), replaced=path.removeprefix("taken."), way=way)
-        try:
-            outcome = replaced.exposed.run(watch=_RESULTS)
-        except (LossError, ModelError):  # such as an index that is now out of range
-            return True
-        if not outcome.refused:  # code that refuses a value by `raise` or `assert` may compute nothing from it
-            first = first or outcome
-            if outcome.trace.raised is not None or not _is_same(first, outcome):
-                return True
-    return False
-
-
-def _is_same(one: Outcome, other: Outcome) -> bool:
-    """Return True if two runs gave the same numbers, without NaN."""
-    tensors, others = ([leaf for _, leaf in walk_tensors((made.output, made.loss))] for made in (one, other))
-    plain, plain_others = (
-        [leaf for leaf in tree_leaves(made.output) if isinstance(leaf, bool | int | float | str)]
-        for made in (one, other)
-    )
-    return plain == plain_others and len(tensors) == len(others) and all(map(torch.equal, tensors, others))
-
-
-def _unseen(trace: Trace) -> Iterator[TensorStats]:
-    """Yield the non-finite values that no op took and that are not in the output."""
-    unseen = {*trace.handed_out} - {stats.producer for stats in trace.output}
-    for op in trace.ops:
-        if op.order in unseen:
-            yield from (replace(stats, producer=op.order) for stats in op.outputs if not stats.finite)
-
-
-def _doubt_lost(lost: Iterable[TensorStats], trace: Trace, reference: Trace) -> Iterator[Gap]:
-    """Yield the gap for the first NaN that an op made and no op took."""
-    for held in lost:
-        is_number = held.counts is not None and not held.counts.num_nan
-        if not is_number and held.producer is not None and _is_unmeant(held, trace, reference):
-            for source in trace_back(trace.ops, reference, [held.producer], trace.format).sources[:1]:
-                op, kinds = source.op, source.op.analysis.kinds if source.op.analysis else ()
-                if held.counts is None and "nan" not in kinds:
-                    continue
-                made = "NaN" if "nan" in kinds else "Inf, and from it NaN,"
-                yield Gap(
-                    text=f"The output is finite, but {name_op(op.op, op.source)} makes {made} that no later operation "
-                    "takes. It may have left torch as a Python or numpy number, or be kept where the step does not "
-                    "read it.",
-                    remedy="Guard that operation, or give --call FILE.py:NAME, a function (model, batch) that returns "
-                    "what becomes of it.",
-                )
-                return
-
-
-def _describe(kept: Sequence[str], decided: Sequence[Taken]) -> str:
-    """Describe where the failure is, as a sentence."""
-    if kept:
-        names = join_first([f"`{path.removeprefix('kept.')}`" for path in kept], 3)
-        return f"What the step returns is finite; {names}, which it leaves for later steps, {are(len(kept))} not."
-    makers = join_first(list(dict.fromkeys(name_op(site.op, site.source) for site in decided)), 3)
-    return f"What the step returns is finite, but depends on NaN or Inf that {makers} turned into ordinary values."
-
-
-_PASS_THROUGH = MOVES | SELECTIONS | UNFILLED
-
-
-class Exposed(NamedTuple):
-    """The model's output; by name, the tensors that it left behind, and op arguments whose NaN or Inf was hidden."""
+class _Exposed(NamedTuple):
+    """The model's output, and the arguments of ops whose NaN or Inf was hidden, by the op's name and a number."""
 
     output: Any
-    kept: dict[str, torch.Tensor]
     taken: dict[str, torch.Tensor]
 
 
-class Taken(NamedTuple):
-    """An argument of an op, and the line of the op; `asked` if the op only asks for infinities in it, as `x == inf`."""
-
-    op: str
-    argument: str
-    source: SourceLine | None
-    asked: bool = False
+_WAYS = 4
+"""How many unlike numbers are put in place of a hidden value, to see whether the output depends on it."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Exposing:
-    """Makes `step` return an `Exposed`.
+def _are_harmless(step: FailingStep) -> bool:
+    """Return True if the step gives the same, whatever numbers stand where an op hides NaN or Inf.
 
-    With `only`, that holds the tensors at these paths, whatever their values; else all that changed, and all op
-    arguments whose non-finite values the op hid. `sites` describes the latter by their paths in the output. The op
-    argument named `replaced` is given finite numbers first, by the `way` that `_replace` describes.
+    Code that refuses such a number by `raise` or `assert` may compute nothing from it.
     """
-
-    step: FailingStep
-    only: frozenset[str] | None = None
-    replaced: str = ""
-    way: int = 0
-    sites: dict[str, Taken] = field(default_factory=dict)
-    _counts: Counter[str] = field(default_factory=Counter)
-    _taken: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    @property
-    def exposed(self) -> FailingStep:
-        """The step with the exposed tensors in its output, and none of them in its loss."""
-        call = replace(self.step.call, forward=self._forward)
-        loss = self.step.loss and wraps(self.step.loss)(partial(self._loss))  # so that a run finds the loss's state
-        return replace(self.step, call=call, loss=loss)
-
-    def _forward(self, batch: Batch) -> Exposed:
-        self._counts, self._taken = Counter(), {}
-        before = {path: (tensor, version_of(tensor)) for path, tensor in _list_state(self.step.model)}
-        with intercepting(self._look):
-            output = self.step.call.forward(batch)
-        kept = {
-            path: tensor
-            for path, tensor in _list_state(self.step.model)
-            if self._shows(f"kept.{path}", _is_new, tensor, *before.get(path, (None, 0)))
-        }
-        with plain_torch():
-            for path, held in (*self.step.model.named_parameters(), *self.step.model.named_buffers()):
-                if self._shows(f"kept.{path}", lambda kept: not all_finite(kept), held):
-                    kept[path] = held
-        return Exposed(output, kept, self._taken)
-
-    def _shows(self, path: str, could_hide: Callable[..., bool], *given: Any) -> bool:
-        """Return True if a place is exposed: one of `only`, or without that, any where something could hide."""
-        return path in self.only if self.only is not None else could_hide(*given)
-
-    def _loss(self, made: Exposed, batch: Batch) -> torch.Tensor:
-        assert self.step.loss is not None
-        with intercepting(self._look):
-            return self.step.loss(made.output, batch)
-
-    def _look(self, call: Invocation, proceed: Proceed) -> Any:
-        number = self._counts[call.name]
-        self._counts[call.name] += 1
-        names = {f"{call.name}_{number}_{argument}": (argument, tensor) for argument, tensor in call.tensors()}
-        if self.replaced in names:
-            argument, tensor = names[self.replaced]
-            return proceed(call.with_argument(argument, _replace(tensor, self.way)))
-        made = proceed(call)
-        for name, (argument, tensor) in names.items() if call.name not in _PASS_THROUGH else ():
-            if self._shows(f"taken.{name}", _hides, call, tensor, made):
-                self._taken[name] = tensor
-                asked = _asks_for_infinity(call, tensor)
-                self.sites[f"taken.{name}"] = Taken(call.name, argument, find_lines().source, asked)
-        return made
+    runs = [_expose(step, way).run(watch=_RESULTS) for way in (None, *range(_WAYS))]
+    ran = [run for run in runs if not run.refused]
+    found = [[leaf for _, leaf in walk_tensors((run.output and run.output.output, run.loss))] for run in ran]
+    is_same = (len(other) == len(found[0]) and all(map(torch.equal, found[0], other)) for other in found[1:])
+    return all(is_same) and not any(run.trace.raised for run in ran)
 
 
-def continued(
-    step: FailingStep, places: Collection[str], *, training: bool, way: int | None = None, taken: set[str]
-) -> FailingStep:
-    """The step after itself: the output is that of a second forward, in eval mode without `training`.
-
-    Those of the `places`, buffers and attributes, are added to `taken` that an op of the second forward takes, or that
-    the first did not leave. With a `way`, finite numbers first take the place of what is NaN or Inf in them.
-    """
-
-    def forward(batch: Batch) -> Any:
-        step.call.forward(batch)
-        state = dict((*step.model.named_buffers(), *_list_state(step.model)))
-        held = {id(state[place]): place for place in places if place in state}
-        taken.update(set(places) - state.keys())
-        if way is not None:
-            for place in held.values():
-                state[place].data = _replace(state[place].detach(), way)
-
-        def look(call: Invocation, proceed: Proceed) -> Any:
-            taken.update(held[id(tensor)] for _, tensor in call.tensors() if id(tensor) in held)
-            return proceed(call)
-
-        if not training:
-            step.model.eval()
-        with intercepting(look):
-            return step.call.forward(batch)
-
-    return replace(step, call=replace(step.call, forward=forward))
-
-
-def _hides(call: Invocation, taken: torch.Tensor, made: Any) -> bool:
-    """Return True if the op made integers or booleans from a non-finite argument, or finite numbers from a NaN."""
-    leaves = tree_tensors(made)
-    floats = [leaf for leaf in leaves if format_of(leaf.dtype) is not None]
-    numbers = numbers_in(taken)
-    if numbers is None or all_finite(taken):
-        return False
-    # `x != x` tests for NaN, and hides nothing.
-    if len(floats) < len(leaves) or not leaves:
-        return not (call.name in ("eq", "ne") and call.args[0] is call.args[1])
-    return all(map(all_finite, floats)) and bool(torch.isnan(numbers).any())
-
-
-def _asks_for_infinity(call: Invocation, taken: torch.Tensor) -> bool:
-    """Return True for a comparison with the number Inf, unless a NaN is compared too."""
-    other = call.args[1] if len(call.args) > 1 else None
-    is_infinite = call.name in COMPARISONS and isinstance(other, float) and math.isinf(other)
-    return is_infinite and not bool(taken.isnan().any())
-
-
-WAYS = 4
-
-
-def _replace(tensor: torch.Tensor, way: int) -> torch.Tensor:
+def _filled(tensor: torch.Tensor, way: int) -> torch.Tensor:
     """Return the tensor with numbers that fp16 holds: any for NaN, large ones for infinities.
 
     No two non-finite elements get the same number, and each `way` gives the largest to another, so that the result
@@ -438,19 +215,55 @@ def _replace(tensor: torch.Tensor, way: int) -> torch.Tensor:
     return torch.where(torch.isnan(tensor), {2: large, 3: torch.zeros_like(large)}.get(way, any_number), finite)
 
 
-def _is_new(tensor: torch.Tensor, before: torch.Tensor | None, version: int | None) -> bool:
-    """Return True if the tensor is another one than before the forward, or was written to since."""
-    if before is None or before.shape != tensor.shape or before.dtype != tensor.dtype:
-        return True
-    is_same = before is tensor and version == version_of(tensor)
-    return not is_same and (before is tensor or not torch.allclose(before, tensor, 0, 0, equal_nan=True))
+def _expose(step: FailingStep, way: int | None = None) -> FailingStep:
+    """Return the step with an `_Exposed` as its output, of which its loss gets what it got before.
+
+    With a `way`, an op that hides NaN or Inf is given other numbers in their place.
+    """
+    taken: dict[str, torch.Tensor] = {}
+
+    def look(call: Invocation, proceed: Proceed) -> Any:
+        made = proceed(call)
+        for argument, tensor in call.tensors() if call.name not in _PASS_THROUGH else ():
+            if _hides(call, tensor, made):
+                taken[f"{call.name}.{len(taken)}"] = tensor
+                made = made if way is None else proceed(call.with_argument(argument, _filled(tensor, way)))
+        return made
+
+    def forward(batch: Batch) -> _Exposed:
+        taken.clear()
+        with intercepting(look):
+            return _Exposed(step.call.forward(batch), taken)
+
+    return _returning(step, forward, look)
 
 
-def _list_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the floating-point tensors that the model holds besides weights and buffers, each once, by place."""
-    seen = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    with plain_torch():
-        for place, tensor in tensors_in(model, attributes=True):
-            if id(tensor) not in seen and format_of(tensor.dtype) is not None:
-                seen.add(id(tensor))
-                yield place, tensor
+def _returning(step: FailingStep, forward: Callable[[Batch], Any], look: Any = None) -> FailingStep:
+    """Return the step with another forward, of whose output the loss gets the first part; `look` sees its ops."""
+    loss = step.loss
+
+    def of_first(made: Any, batch: Batch) -> torch.Tensor:
+        assert loss is not None
+        with intercepting(look) if look is not None else nullcontext():
+            return loss(made[0], batch)
+
+    wrapped = loss and wraps(loss)(of_first)  # so that a run finds the loss's state
+    return replace(step, call=replace(step.call, forward=forward), loss=wrapped)
+
+
+def _hides(call: Invocation, taken: torch.Tensor, made: Any) -> bool:
+    """Return True if the op made integers or booleans from a non-finite argument, or finite numbers from a NaN.
+
+    `x != x` and `x == inf` ask for such values, and hide nothing.
+    """
+    leaves = tree_tensors(made)
+    floats = [leaf for leaf in leaves if format_of(leaf.dtype) is not None]
+    numbers = numbers_in(taken)
+    if numbers is None or all_finite(taken):
+        return False
+    has_nan = bool(torch.isnan(numbers).any())
+    if len(floats) < len(leaves) or not leaves:
+        other = call.args[1] if len(call.args) > 1 else None
+        is_infinite = call.name in COMPARISONS and isinstance(other, float) and math.isinf(other)
+        return not (is_infinite and not has_nan) and not (call.name in ("eq", "ne") and call.args[0] is other)
+    return all(map(all_finite, floats)) and has_nan

@@ -20,11 +20,10 @@ from nandoctor.evidence.trace import LOSS, SourceLine
 from nandoctor.fixes.candidates import (
     MAX_LEADS,
     distinct_leads,
+    is_library,
     join,
     line_of,
     place_in_code,
-    smallest_in_fp32,
-    specific,
     together,
 )
 from nandoctor.fixes.gradient_check import at_scale
@@ -40,12 +39,6 @@ class LaterOrigins:
 
     diagnoses: tuple[Diagnosis, ...] = ()
     candidates: tuple[Candidate, ...] = ()
-
-    @property
-    def samples(self) -> tuple[int, ...]:
-        """The samples of the batch in which the later origins are non-finite, as far as known."""
-        found = (diagnosis.origin.elements.samples or () for diagnosis in self.diagnoses)
-        return tuple(sorted({sample for samples in found for sample in samples}))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -82,10 +75,11 @@ def _places(leads: Iterable[Suspect], model: nn.Module) -> set[object]:
 
 def _options(lead: Suspect, trials: Trials) -> list[Candidate]:
     """Return the operation's changes, after fp32 if that does not fail; otherwise fp32 only if there are none."""
-    model = trials.step.model
-    changes, kept = specific(lead, model), smallest_in_fp32(lead, model)
-    if isinstance(kept, KeepModule) and lead.site.source is not None:
-        kept = KeepOp(site=line_of(lead.site))  # a line can be changed along with others, a snippet cannot
+    site, changes = lead.site, list(lead.suggestions)
+    kept: Edit = KeepOp(site=site)
+    if site.module == LOSS or is_library(site, trials.step.model):
+        # A line can be changed along with others, a snippet cannot.
+        kept = KeepOp(site=line_of(site)) if site.source is not None else KeepModule(module=site.module)
     return changes or [(kept,)] if trials.numerics else [(kept,), *changes]
 
 

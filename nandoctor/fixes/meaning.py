@@ -184,8 +184,7 @@ class Meaning:
                 sides = sides if is_apart else found or sides
         if not sides:
             return None
-        gradients, scale = _agreed([side.gradients for side in sides]), self.trials.exact().gradient_scale
-        return Result(values=values, gradients=gradients, gradient_scale=scale, ran=True)
+        return Result(values=values, gradients=_agreed([side.gradients for side in sides]), ran=True)
 
     @cached_property
     def has_limit(self) -> bool:
@@ -269,19 +268,19 @@ class Meaning:
         infinity that became NaN, something is if the number that the `edit` puts shows. Where it is infinite for all of
         them, smaller inputs may show that only float64's range is too small.
         """
+        if self._is_by_hand(edit) and _with_other_numbers(edit) != edit:
+            return "a number is put into a hand-written backward, and what that should give is not known"
         if not self.trials.numerics or not made.values:
             return None
         if (values := self._describe_values(made, edit)) is not None:
             return values
-        if self.is_by_hand(edit):
-            return self._describe_by_hand(change, edit)
         # Where a value has no limit, such as log(0), that of a gradient means nothing.
         if (limit := self.limit) is None:
             return None
         if not all(bool(torch.isfinite(values).all()) for values in limit.values.values()):
             return self._describe_shown(edit)
         is_open = not self.trials.exact().gradients_finite
-        return _describe_gradients(self.trials.exact(change), limit, everywhere=False) if is_open else None
+        return _describe_gradients(self.trials.exact(change), limit) if is_open else None
 
     def _describe_values(self, made: Result, edit: Edit) -> str | None:
         """Describe the worst value of a run that is no number in the unchanged formula, and no limit of it."""
@@ -316,28 +315,10 @@ class Meaning:
         name = next((name for name, off in errors.items() if off > TOLERANCE), None)
         return f"the gradient of `{name}` depends on the number that is put" if name is not None else None
 
-    def is_by_hand(self, edit: Edit) -> bool:
+    def _is_by_hand(self, edit: Edit) -> bool:
         """Return True if an edit changes nothing but what a hand-written backward computes."""
         sources = {site.source for single in flatten((edit,)) for site in single.sites}
         return bool(sources) and self.by_hand.issuperset(sources)
-
-    def _describe_by_hand(self, change: Change, edit: Edit) -> str | None:
-        """Describe how the gradients are off float64's, of smaller inputs if need be, or that nothing shows them."""
-        exact = self.trials.exact()
-        if self.smaller is not None and self.smaller[1].exact().finite:
-            factor, trials = self.smaller
-            off = max(gradient_errors(trials.reference(change), trials.exact()).values(), default=0.0)
-            at = f"off float64's with inputs of {factor:g} times the size"
-            return f"the gradients are {percent(off)} {at}" if off > TOLERANCE else None
-        meant = replace(exact, gradients={name: self._known_gradient(name) for name in exact.gradients})
-        puts_numbers = _with_other_numbers(edit) != edit
-        return _describe_gradients(self.trials.exact(change), meant, everywhere=puts_numbers)
-
-    def _known_gradient(self, name: str) -> torch.Tensor:
-        """Return a gradient in float64, and its limit where that is no number."""
-        own, limit = self.trials.exact().gradients[name], self.limit
-        tends = limit.gradients.get(name, own) if limit is not None else own
-        return torch.where(torch.isfinite(own), own, tends.to(own))
 
     def _place(self, name: str, values: torch.Tensor, worst: int) -> str:
         if name.startswith(_LEFT):
@@ -515,19 +496,16 @@ def _describe_at(place: int, values: tuple[torch.Tensor, ...]) -> str:
     return f"{number(given)} where the formula {formula}"
 
 
-def _describe_gradients(made: Result, meant: Result, *, everywhere: bool) -> str | None:
-    """Describe gradients that differ from the `meant` ones where these are numbers; `everywhere`: all have to be."""
+def _describe_gradients(made: Result, meant: Result) -> str | None:
+    """Describe gradients that differ from the `meant` ones where these are numbers."""
     cut, least = (max(share * meant.gradient_norm, torch.finfo(torch.float32).tiny) for share in (_CUT, _LEAST))
     for name in sorted(made.gradients.keys() & meant.gradients):
-        theirs = meant.gradients[name].double() / meant.gradient_scale
+        theirs = meant.gradients[name].double()
         known = torch.isfinite(theirs)
-        if everywhere and not bool(known.all()):
-            return f"the gradient of `{name}` has no limit at this point, and is replaced"
-        ours = made.gradients[name].double() / made.gradient_scale
+        ours = made.gradients[name].double()
         if bool((known & (ours == 0) & (theirs.abs() > cut)).any()):
             return f"a gradient in `{name}` is cut off, where the formula has one"
-        size = meant.gradient_norms[name] / meant.gradient_scale
-        off = float(torch.where(known, ours - theirs, 0.0).norm())
+        size, off = meant.gradient_norms[name], float(torch.where(known, ours - theirs, 0.0).norm())
         if off > max(TOLERANCE * size, least):
             far = percent(off / size) if size else "far"
             return f"the gradient of `{name}` is {far} off what the formula gives or tends to"

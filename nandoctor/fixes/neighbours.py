@@ -39,7 +39,7 @@ def are_numbers(value: torch.Tensor) -> bool:
 
 def list_held(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors that a model holds: weights, buffers and attributes."""
-    yield from (*model.named_parameters(), *model.named_buffers(), *tensors_in(model, attributes=False))
+    yield from (*model.named_parameters(), *model.named_buffers(), *tensors_in(model))
 
 
 def forward_beside(step: FailingStep, shifts: Tensors, batch: Tensors) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from torch import nn
 
@@ -14,8 +13,6 @@ from nandoctor.causes.sentences import operand, subject
 from nandoctor.changes.setting import UseFormat
 from nandoctor.diagnosis.conclusion import Findings
 from nandoctor.diagnosis.growth import key_of
-from nandoctor.engine.module_state import nonfinite_kinds
-from nandoctor.evidence.edits import flatten
 from nandoctor.evidence.formats import FP32, FP64
 from nandoctor.evidence.report import Fix
 from nandoctor.evidence.trace import OpCall
@@ -33,10 +30,6 @@ def describe_search(
         yield f"Not tried, because memory ran out: the rest of {', '.join(untried)}. Run it with more memory."
     elif untried:
         yield f"The trial budget was spent. Not or not fully tried: {', '.join(untried)} (--max-trials, --time)."
-    advised = flatten(item.edit for item in ranked if item.kind == "advice")
-    sources = (getattr(getattr(edit, "site", None), "source", None) for edit in advised)
-    if (unread := next((line.file for line in sources if line and not Path(line.file).is_file()), None)) is not None:
-        yield f"{unread} is not a file here: the changes advised for it could not be run, so none of them is verified."
     if findings.verdict == "numerics":
         tried = ": what was tried changes the operation itself" if ranked else ""
         yield f"fp32 is non-finite as well, so casts to fp32 fix nothing{tried}."
@@ -60,15 +53,12 @@ def describe_none(findings: Findings, model: nn.Module) -> str:
     cause = next((diagnosis.cause for diagnosis in findings.conclusion.diagnoses[:1]), None)
     reason = cause.code if cause is not None else "for an unknown cause"
     if findings.verdict == "state":
-        is_built = nonfinite_kinds(model).keys() <= findings.trace.built.keys()
-        lost = "no code can restore what the weights have lost"
-        why = "only the code that builds the model knows what belongs there" if is_built else lost
+        why = "only a checkpoint, or the code that builds the model, knows what belongs there"
     elif len(distinct_leads(findings.conclusion, model)) > MAX_LEADS:
         why = f"non-finite values are made in more than {MAX_LEADS} places of the code"
     else:
         why = f"no change of this code is known that keeps its meaning ({reason})"
-    advice = by_hand(findings)
-    return f"No change was found to try: {why}.{f' {advice}' if advice else ''}"
+    return f"No change was found to try: {why}. {by_hand(findings)}".rstrip()
 
 
 def by_hand(findings: Findings) -> str:
@@ -86,7 +76,12 @@ _LEAST_LEFT = 1e-3
 
 
 def find_program_error(findings: Findings, trials: Trials) -> str | None:
-    """Describe by how much an argument is outside its domain if no rounding explains that; None if one may."""
+    """Describe by how much an argument is outside its domain if no rounding explains that; None if one may.
+
+    Where output and loss are finite all the same, the code leaves such values out.
+    """
+    if findings.trace.finite:
+        return None
     first = next(iter(findings.conclusion.diagnoses), None)
     if not trials.numerics or first is None or first.cause is None or first.cause.code != "invalid-domain":
         return None

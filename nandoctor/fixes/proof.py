@@ -178,10 +178,12 @@ def _error_of_smaller(proof: Proof) -> str | None:
     if proof.verifier.meaning.smaller is None:
         return None
     factor, trials = proof.verifier.meaning.smaller
-    beside = compare_runs(trials.reference(proof.change), trials.exact())
-    if beside.finite and beside.agrees(unsure=compare_runs(trials.reference(), trials.exact())):
-        return None
-    return f"{percent(beside.max_rel_err)} off float64 with inputs of {factor:g} times the size"
+    made, exact = trials.reference(proof.change), trials.exact()
+    beside, size = compare_runs(made, exact), f"with inputs of {factor:g} times the size"
+    if not (beside.finite and beside.agrees(unsure=compare_runs(trials.reference(), exact))):
+        return f"{percent(beside.max_rel_err)} off float64 {size}"
+    lost = gradient_error(made, exact) if exact.gradients_finite else 0.0
+    return f"the gradients are {percent(lost)} off float64's {size}" if lost > GRADIENT_TOLERANCE else None
 
 
 def _judge_float64(proof: Proof) -> Said | None:
@@ -364,10 +366,8 @@ def _judge_edge(proof: Proof) -> Said | None:
         what = "gradients are" if made.values_finite else "output is"
         return Said("failed", f"{what} not finite with arguments of exactly {told}")
     found, coarse = compare_runs(made, exact), in_bf16(proof.change, before=proof.trials.step.low is BF16)
-    lost = _error_of_gradients(proof, made, exact) if exact.gradients_finite else 0.0
-    agrees = found.agrees(tolerance=BF16_TOLERANCE if coarse else MOST_NOISE)
-    if lost > GRADIENT_TOLERANCE or (found.values and not agrees):
-        off = f"{percent(max(lost, found.max_rel_err))} off float64 with arguments of exactly {told}"
+    if found.values and not found.agrees(tolerance=BF16_TOLERANCE if coarse else MOST_NOISE):
+        off = f"{percent(found.max_rel_err)} off float64 with arguments of exactly {told}"
         return Said("failed", off, replaces=f"other batches may be {off}")
     at = "" if lowered is None else f" at loss scale {number(lowered)}"
     return Said("passed", f"finite with arguments of exactly {told}{at}")
@@ -404,7 +404,6 @@ def _judge_past_bound(proof: Proof) -> Said | None:
         float((found.largest / torch.maximum(found.magnitude, usual[name].magnitude)).max())
         for name, found in made.values.items()
     )
-    off = max(off, _error_of_gradients(proof, changed, exact))
     said = f"{percent(off)} off float64 with all exponents past the bound"
     lost = _error_beside_usual(changed, exact, plain) if trials.numerics else 0.0
     if off <= TOLERANCE and lost > GRADIENT_TOLERANCE:
@@ -420,23 +419,14 @@ def _error_beside_usual(made: Result, exact: Result, usual: Result) -> float:
     return gradient_error(made, exact) * norm / max(norm, usual.gradient_norm)
 
 
-def _error_of_gradients(proof: Proof, made: Result, exact: Result) -> float:
-    """Return the largest error of a weight's gradient if the change is in a hand-written backward; else 0."""
-    if not proof.verifier.meaning.is_by_hand(proof.edit):
-        return 0.0
-    return max(gradient_errors(made, exact).values(), default=0.0)
-
-
 def _judge_alone(proof: Proof) -> Said:
     """Judge as a variation, but excuse what fails elsewhere for so few samples, as a loss of pairs or of no labels."""
-    alone, others = proof.verifier.others.guilty_alone, proof.verifier.others.others_alone
+    alone = proof.verifier.others.guilty_alone
     said = _judge_on(proof, alone)
-    if said.status != "failed":
-        return said
-    if others is not None and not others.run().finite and _judge_on(proof, others).status == "failed":
-        return Said("not-checked", "without the change, the same number of the samples that were fine fails too")
     sites = [single.site for single in flatten((proof.edit,)) if hasattr(single, "site")]
-    without = trace_without(alone.step, sites) if sites and alone is not None else None
+    if said.status != "failed" or alone is None or not sites:
+        return said
+    without = trace_without(alone.step, sites)
     if without is not None and not without.finite:
         return Said("not-checked", "alone they fail at another operation, too")
     return said
@@ -502,6 +492,23 @@ def _judge_next_step(proof: Proof) -> Said | None:
     return None if after is None else _run_on(proof, proof.trials.on(after))
 
 
+def _judge_other_mode(proof: Proof) -> Said | None:
+    """Refuse a change that breaks eval mode, or train mode, or gives other values there than the unchanged code."""
+    other = proof.verifier.others.in_other_mode
+    if other is None or not other.reference().ran:
+        return None
+    mode = "train" if other.step.mode.training else "eval"
+    if other.run().ran and not other.run(proof.change).ran:
+        return Said("failed", f"in {mode} mode it ends in an error")
+    changed, meant = other.reference(proof.change), other.reference()
+    off = compare_runs(changed, meant)
+    if not off.agrees():
+        return Said("failed", f"in {mode} mode the output is {percent(off.max_rel_err)} off what it was")
+    if meant.values_finite and (name := unlike_state(changed, meant, counts=False)) is not None:
+        return Said("failed", f"in {mode} mode {name} is not what it was")
+    return Said("passed", f"in {mode} mode all that was finite is as before")
+
+
 def _judge_hidden(proof: Proof) -> Said | None:
     """Refuse a change whose output depends on a NaN or Inf that became an ordinary value."""
     if not proof.made.may_hide:
@@ -517,7 +524,6 @@ CRITERIA: tuple[tuple[str, Callable[[Proof], Said | None]], ...] = (
     ("buffers", _judge_buffers),
     ("gradients", _judge_gradients),
     ("gradient direction", _judge_direction),
-    ("loss scale", lambda proof: proof.verifier.gradients.judge_growth(proof.change, proof.scale)),
     ("limit", _judge_limit),
     ("healthy samples", _judge_healthy),
     ("values at the edge", _judge_edge),
@@ -525,6 +531,7 @@ CRITERIA: tuple[tuple[str, Callable[[Proof], Said | None]], ...] = (
     ("samples to blame alone", _judge_alone),
     *((name, partial(_judge_variation, name)) for name in (*VARIATIONS, OTHER_SEED)),
     ("next step", _judge_next_step),
+    ("other mode", _judge_other_mode),
     ("hidden values", _judge_hidden),
 )
 """The criteria of a fix by name; each returns None where it does not apply. None is judged after one that failed."""

@@ -171,9 +171,8 @@ class _Search:
     def __init__(self, step: FailingStep, findings: Findings, budget: TrialBudget) -> None:
         self._step, self._findings, self._budget = step, findings, budget
         numerics = not (findings.sound_in_fp32 or findings.verdict == "loss-scale")
-        fails = findings.trace.raised is None and not findings.trace.finite and findings.reference.finite
         # If the forward fails, the search looks at it alone.
-        self._trials = Trials(step, budget, numerics=numerics, backward=findings.trace.finite, fails=fails)
+        self._trials = Trials(step, budget, numerics=numerics, backward=findings.trace.finite)
         self._guilty = findings.guilty or ()
         self._writer = ChangeWriter(
             step.model, step.loss, findings.ops, findings.inside, device=step.mode.autocast_device
@@ -247,9 +246,6 @@ class _Search:
 
     def _try_later_origins(self) -> None:
         self._later = find_later_origins(self._findings, self._trials, self._writer)
-        if self._guilty and not set(self._later.samples) <= set(self._guilty):
-            self._guilty = tuple(sorted({*self._guilty, *self._later.samples}))
-            self._verifier = self._new_verifier()
         self._attempt(self._later.candidates, self._tried)
 
     def try_fp32_weights(self) -> None:
@@ -291,8 +287,7 @@ class _Search:
     def vary_settings(self) -> None:
         """Run variations to show what the failure depends on, and measure whether finite fp32 values are right."""
         self._fp32_error = self._verifier.fp32_error
-        random, verified = self._findings.random, self._succeeded
-        for outcome in vary_settings(self._trials, self._guilty, random=random, verified=verified):
+        for outcome in vary_settings(self._trials, self._guilty, verified=self._succeeded):
             self._varied.append(outcome)
             self._notify()
         self._untried.remove(_SETTINGS)
@@ -357,9 +352,8 @@ class _Search:
         return found
 
     def _notify(self) -> None:
-        """Notify the progress listener of the runs and of the first verified fix's title, "" if there is none yet."""
-        best = next((fix.title for fix in (*self._tried, *self._from_fp32_sets) if fix.verified), "")
-        self._step.progress.searched(self._budget.num_run, self._budget.max_trials, best)
+        """Notify the progress listener of the runs."""
+        self._step.progress.searched(self._budget.num_run, self._budget.max_trials)
 
     def _try(self, candidate: Candidate) -> list[Fix]:
         """Return the first strength of a change that passes as printed text, else the nearest one."""

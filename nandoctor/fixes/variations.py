@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from nandoctor.engine.module_state import copied_state
 from nandoctor.engine.reproduction import is_flags
 from nandoctor.engine.runner import FailingStep, of_model_and_loss
 from nandoctor.fixes.verify import Trials
+from nandoctor.source_files import parse_source
 from nandoctor.torch_compat import is_running_norm
 
 _NOISE = 1e-3
@@ -36,8 +39,8 @@ def _with_noise(value: torch.Tensor) -> torch.Tensor:
 
 def scaled(call: Call, names: frozenset[str], factor: float) -> Call | None:
     """Multiply the named arrays' real numbers by a factor, but not flags of 0 and 1; None if there is nothing else."""
-    dense = {name: call.batch[name] for name in names & call.batch.keys() if is_dense(call.batch[name])}
-    measured = frozenset(name for name, value in dense.items() if not is_flags(value))
+    given = {name: call.batch[name] for name in names & call.batch.keys()}
+    measured = frozenset(name for name, value in given.items() if is_dense(value) and not is_flags(value))
     return _changed(call, measured, lambda value: value * factor)
 
 
@@ -58,8 +61,7 @@ VARIATIONS: Mapping[str, Callable[[Call], Call | None]] = {
 """By name, functions that return a call for which a fix has to work as well, or None if this one has no such one."""
 OTHER_SEED = "other seed"
 NEARLY_THE_SAME = ("samples in another order", "small noise on the inputs", OTHER_SEED)
-"""Those that hardly change the values; they are combined in one run, and with each of `SCALED`."""
-SCALED = ("inputs halved", "inputs doubled")
+"""Those that hardly change the values; they are combined in one run, and with each of the others."""
 
 
 def with_step_before(step: FailingStep, left: Mapping[str, torch.Tensor]) -> FailingStep | None:
@@ -73,7 +75,7 @@ def with_step_before(step: FailingStep, left: Mapping[str, torch.Tensor]) -> Fai
     after = {name: value for name, value in left.items() if name not in unread}
     if not after:
         return None
-    before = of_model_and_loss(step, copied_state, lambda tensor: id(tensor) in statistics)
+    before = of_model_and_loss(step, copied_state)
     same = [name for name in after.keys() & before if after[name].dtype is before[name].dtype]
     if all(after[name].equal(before[name]) for name in same) and len(same) == len(after):
         return None
@@ -103,6 +105,12 @@ def extreme_samples(samples: Sequence[int], call: Call) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*ordered[:1], *ordered[-1:])))
 
 
+def _reads_mode(file: Path) -> bool:
+    """Return True if the code of a file reads a module's `training`; what torch's modules do with it does not count."""
+    tree = parse_source(file)
+    return tree is not None and any(isinstance(it, ast.Attribute) and it.attr == "training" for it in ast.walk(tree))
+
+
 @dataclass(eq=False, kw_only=True)
 class OtherBatches:
     """The trials of a step on batches like its own, each built once.
@@ -127,10 +135,16 @@ class OtherBatches:
         return self.of_samples(self.guilty) if self.healthy else None
 
     @cached_property
-    def others_alone(self) -> Trials | None:
-        """The trials of as many healthy samples as there are samples to blame; None if there are fewer."""
-        number_of = len(self.guilty)
-        return self.of_samples(self.healthy[:number_of]) if number_of <= len(self.healthy) else None
+    def in_other_mode(self) -> Trials | None:
+        """The trials of the step in eval mode, or in train mode; None if the user's code never asks for the mode.
+
+        They have no loss: that of a training need not take what a model returns in eval mode.
+        """
+        step = self.trials.step
+        if not any(map(_reads_mode, step.project.files(step.model))):
+            return None
+        varied = self.trials.varied(training=not step.mode.training, seed=step.randomness.seed)
+        return replace(varied, step=replace(varied.step, loss=None))
 
     @cached_property
     def few(self) -> tuple[int, ...] | None:
@@ -159,7 +173,7 @@ class OtherBatches:
         few = step if self.few is None else replace(step, call=step.call.on_samples(self.few))
         found = dict.fromkeys(alike, self._varied(alike, few))
         # Scale first: flags of 0 and 1 are not scaled, and noise would disguise them.
-        scaled = (name for name in SCALED if self.variations[name] is not None)
+        scaled = (name for name in VARIATIONS if self.variations[name] is not None and name not in alike)
         return found | {name: self._varied((name, *alike), few) for name in scaled}
 
     def _varied(self, names: Iterable[str], step: FailingStep) -> Trials | None:

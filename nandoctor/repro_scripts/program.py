@@ -69,14 +69,6 @@ class Program:
         wide = [leaf.float() if is_cast(leaf) else leaf for leaf in self.leaves.values()]
         return _function_of(self.text)(*wide, **({"low": torch.float32} if self.takes_low else {}))
 
-    def result(self) -> torch.Tensor:
-        """Return the result, even if its gradients are checked."""
-        return replace(self, gradient=None).run()
-
-    def arguments(self) -> list[Any]:
-        """Return all values among the arguments of the op, in lists as well."""
-        return [value for _, value in walk((self.args, self.kwargs))]
-
     def with_values(self, **values: torch.Tensor) -> Program:
         """Return the same op with other values for the leaves of these names."""
         return replace(self, leaves={**self.leaves, **values})
@@ -84,7 +76,7 @@ class Program:
     @property
     def takes_low(self) -> bool:
         """True if autocast's dtype is a parameter of the function."""
-        return self.mode == "product" or any(value is self.low for value in self.arguments())
+        return self.mode == "product" or any(value is self.low for _, value in walk((self.args, self.kwargs)))
 
     @property
     def text(self) -> str:
@@ -176,8 +168,6 @@ def write_number(value: Any, dtype: torch.dtype) -> str:
 
 
 _MAX_RUNS = 1500
-_AT_ONCE = (3, 2, 1)
-"""How many dimensions of equal size are sliced together, after all of them."""
 
 Dimension = tuple[str, int]
 """A leaf and one of its dimensions."""
@@ -230,53 +220,20 @@ def _extent(program: Program, slots: tuple[Dimension, ...]) -> int:
 
 
 def _groups(program: Program) -> Iterator[tuple[Dimension, ...]]:
-    """Yield groups of dimensions of equal size, which may have to shrink together: all of them, then ever fewer."""
+    """Yield groups of dimensions of equal size, which may have to shrink together: all of them, then each."""
     by_size: dict[int, list[Dimension]] = defaultdict(list)
     for name, leaf in program.leaves.items():
         for dim, size in enumerate(leaf.shape):
             by_size[size].append((name, dim))
     for size, slots in sorted(by_size.items(), reverse=True):
-        for count in dict.fromkeys((len(slots), *_AT_ONCE)) if size > 1 else ():
-            yield from itertools.combinations(slots, count)
+        yield from (tuple(slots), *((slot,) for slot in slots)) if size > 1 else ()
 
 
 def _cut(program: Program, slots: tuple[Dimension, ...], width: int) -> Iterator[Program]:
-    """Yield the program without the first or the last `width` of the dimensions, with sizes among its arguments."""
+    """Yield the program without the first or the last `width` of the dimensions."""
     size = _extent(program, slots)
-    is_named = any(type(value) is int and value == size for value in program.arguments())
-    for resized in (program, _with_sizes(program, size, size - width)) if is_named else (program,):
-        for start in (width, 0):
-            sliced = {name: program.leaves[name] for name, _ in slots}
-            for name, dim in slots:
-                sliced[name] = sliced[name].narrow(dim, start, size - width)
-            yield _with_fitting_gradient(resized.with_values(**sliced))
-
-
-def _with_fitting_gradient(program: Program) -> Program:
-    """Return the program with its gradient cut to the result's shape.
-
-    The gradient of a convolution with strides or without padding has another size than the input.
-    """
-    if program.gradient is None:
-        return program
-    gradient = program.leaves[program.gradient]
-    try:
-        fitting = gradient[tuple(map(slice, program.result().shape))]
-    except Exception:  # mismatched shapes raise any exception of the op
-        return program
-    return program.with_values(**{program.gradient: fitting})
-
-
-def _with_sizes(program: Program, size: int, new: int) -> Program:
-    """Return the program with another size in lists of ints, such as the shape to view as or to normalise over."""
-
-    def resize_lists(value: Any) -> Any:
-        if not isinstance(value, (list, tuple)):
-            return value
-        return [new if type(item) is int and item == size else item for item in value]
-
-    return replace(
-        program,
-        args=tuple(map(resize_lists, program.args)),
-        kwargs={name: resize_lists(value) for name, value in program.kwargs.items()},
-    )
+    for start in (width, 0):
+        sliced = {name: program.leaves[name] for name, _ in slots}
+        for name, dim in slots:
+            sliced[name] = sliced[name].narrow(dim, start, size - width)
+        yield program.with_values(**sliced)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from nandoctor.evidence.trace import OpAnalysis, OpCall, OpTensor, Place, SourceLine
-from nandoctor.ops import BACKWARD_HOOK, GRADIENT_SUM
+from nandoctor.ops import BACKWARD_HOOK
 from nandoctor.torch_compat import function_backward, is_custom_node, plain_torch, replace_function_backward
 from nandoctor.tracing.module_tracer import NOWHERE
 from nandoctor.tracing.op_tracer import Input, Known, OpTracer, Recording, collect_calls, describe_operand
@@ -24,9 +24,7 @@ from nandoctor.tracing.tensor_stats import (
     count_exactly,
     find_largest,
     find_nonfinite,
-    format_of,
     is_finite,
-    limits_of,
     measure,
     numbers_in,
 )
@@ -40,7 +38,6 @@ class GradientTracer:
     The node of a custom autograd Function is named after its class. It belongs to `owner_inside`, the module call of
     the last op that ran without a graph: that op was in the Function's forward. `ops` records what its backward runs;
     `known` is as for that tracer.
-    Autograd adds up the gradients of a tensor that several ops use; a sum that overflows is recorded as an op.
     """
 
     def __init__(self, known: Iterable[Known]) -> None:
@@ -48,7 +45,6 @@ class GradientTracer:
         self.owner_inside = NOWHERE
         self._claims: dict[Any, OpCall] = {}  # what each node runs
         self._num_claimed: Counter[tuple[Place, str]] = Counter()  # of custom Functions
-        self._summands: dict[tuple[Any, int], list[Reading]] = {}  # by node, and by the output that they belong to
         self._recordings: list[Recording] = []
         self._handles = ExitStack()
 
@@ -61,7 +57,6 @@ class GradientTracer:
             if node is None or node in self._claims:
                 continue
             self._claims[node] = self._claim_function(node) if is_custom_node(node) else derivative
-            self._handles.callback(node.register_prehook(partial(self._record_sums, node)).remove)
             if node.name() != "torch::autograd::AccumulateGrad":  # that one adds to `.grad` and makes nothing
                 self._handles.callback(node.register_hook(partial(self._record, node)).remove)
             waiting += [following for following, _ in node.next_functions]
@@ -106,31 +101,10 @@ class GradientTracer:
             given = [gradient for gradient in incoming if gradient is not None]
             made = [gradient for gradient in outgoing if gradient is not None]
             before = [read for gradient in given if (read := measure(gradient))]
-            after = []
-            for edge, gradient in zip(node.next_functions, outgoing, strict=False):
-                if gradient is not None and (read := measure(gradient)):
-                    after.append(read)
-                    self._summands.setdefault(edge, []).append(read)
+            after = [read for gradient in made if (read := measure(gradient))]
             made_here = all(map(is_finite, before)) and not all(map(is_finite, after))
             analysis = self._examine(given, made) if made_here else None
         self._add(self._claims[node], before, after, analysis)
-
-    def _record_sums(self, node: Any, incoming: Gradients) -> None:
-        """Record an incoming gradient as an op if it is a sum that overflows.
-
-        A user's hook may have changed it, so the summands must be finite, and add up to more than the format holds.
-        """
-        for index, gradient in enumerate(incoming):
-            summands = self._summands.pop((node, index), [])
-            if gradient is None or len(summands) < 2 or not all(map(is_finite, summands)):
-                continue
-            with plain_torch():
-                low, largest = format_of(gradient.dtype), sum(max(map(abs, limits_of(part))) for part in summands)
-                total = measure(gradient) if low is not None and largest > low.max else None
-                if total is None or is_finite(total):
-                    continue
-                analysis = self._examine([], [gradient])
-            self._add(replace(self._claims[node], op=GRADIENT_SUM), summands, [total], analysis)
 
     def _examine(self, incoming: Sequence[torch.Tensor], outgoing: Sequence[torch.Tensor]) -> OpAnalysis:
         nonfinite = next(

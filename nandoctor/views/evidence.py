@@ -13,7 +13,6 @@ from nandoctor.text import (
     are,
     brief,
     excess,
-    file_line,
     join_first,
     nonfinite_part,
     number,
@@ -25,7 +24,6 @@ from nandoctor.text import (
 )
 from nandoctor.views.blocks import Fact, Tone
 from nandoctor.views.inspect_dump import nonfinite_state_facts
-from nandoctor.views.layers import select_layers
 
 _NAME_WIDTH = 64
 _MESSAGE_WIDTH = 160
@@ -37,11 +35,9 @@ _CLOSE = 0.02
 
 
 def evidence_facts(report: Report) -> Iterator[Fact]:
-    """Yield the evidence for the answer: cause, layers, how it spread, fp32's value there, other faults."""
+    """Yield the evidence for the answer: cause, how it spread, fp32's value there, other faults."""
     if report.cause is not None:
         yield Fact("cause", f"{report.cause.code}: {report.cause.explanation}")
-    if report.origin is not None and report.excerpt is None and report.origin.op is not None:
-        yield Fact("origin", describe_origin(report.origin))
     if report.difference and report.origin is not None:
         samples = samples_text(report.origin.elements.samples or ())
         yield Fact("sample", f"{samples}: {report.difference}")
@@ -82,12 +78,10 @@ def describe_reproduction(reproduction: Reproduction) -> str:
 
 
 def _first_facts(first: FirstNonfinite, report: Report) -> Iterator[Fact]:
-    yield Fact("layers", _describe_place(first, report))
     yield Fact("extent", describe_extent(first))
     fp32_is_finite = report.runs is not None and report.runs.fp32.finite
     if fp32_is_finite and (reference := _describe_reference(first)):
-        doubt = "" if report.fp32_error is None else f" (whose output is {percent(report.fp32_error)} off float64)"
-        yield Fact("in fp32", f"{reference}{doubt}")
+        yield Fact("in fp32", reference)
 
 
 def _spread_facts(report: Report) -> Iterator[Fact]:
@@ -104,21 +98,6 @@ def _spread_facts(report: Report) -> Iterator[Fact]:
     yield from nonfinite_state_facts(report.dump)
 
 
-def describe_origin(origin: Origin) -> str:
-    """Return the op, where it ran, and how much is non-finite: "div in norm (2nd call): NaN in 8 of 32"."""
-    if origin.op is None:
-        return {"state": "the saved state", "input": "the saved batch"}.get(origin.phase, origin.phase)
-    found = origin.elements
-    damage = nonfinite_part(found.kinds, found.num_bad, found.numel)
-    at = ""
-    if origin.source is not None and origin.called_from is not None:  # the user's line is in the excerpt
-        at = f", at {file_line(origin.source.file, origin.source.line)}"
-    what = f"the backward of {origin.op}" if origin.phase == "backward" else origin.op
-    if origin.function is not None:
-        what = f"{origin.op} in the backward of {short_name(origin.function)}"
-    return f"{what} in {short_name(origin.place.in_words)}{at}: {damage}"
-
-
 def _describe_others(diagnoses: Sequence[Diagnosis]) -> list[str]:
     """Return the other faults, with the places of each cause together."""
     places: dict[str, list[str]] = {}
@@ -129,17 +108,6 @@ def _describe_others(diagnoses: Sequence[Diagnosis]) -> list[str]:
         if place not in places.setdefault(code, []):
             places[code].append(place)
     return [f"{code} ({join_first(found, _MAX_LISTED)})" for code, found in places.items()]
-
-
-def _describe_place(first: FirstNonfinite, report: Report) -> str:
-    if first.where == "batch":
-        return f"{short_name(first.value.path or 'an input')} is non-finite in the saved batch"
-    if first.where == "loss":
-        return "every layer is finite; the loss is not"
-    owner = short_place(first.place).with_type
-    if first.where == "output" or first.seen_in is None:
-        return f"{owner} is the first non-finite of {plural(len(select_layers(report).pairs), 'layer')}"
-    return f"first seen inside the forward of {owner}, before the call of {short_place(first.seen_in).label}"
 
 
 def describe_extent(first: FirstNonfinite) -> str:
@@ -156,10 +124,7 @@ def _describe_reference(first: FirstNonfinite) -> str | None:
     """Return fp32's values in the first non-finite tensor, compared with what its format can hold, or None."""
     if first.would_be is None:
         return None
-    low, reached = first.value.dtype, number(first.would_be)
-    finite = f"the {'loss' if first.where == 'loss' else 'output'} is finite, up to {reached}"
-    if first.seen_in is not None:
-        finite = f"{short_place(first.seen_in).label} is given finite values, up to {reached}"
+    low, finite = first.value.dtype, f"finite, up to {number(first.would_be)}"
     if low == FP32:
         return finite
     if low.holds(first.would_be):

@@ -257,11 +257,11 @@ def command_for(verb: str, report: Report, *rest: str) -> str | None:
     return " ".join(["nandoctor", verb, *(shlex.quote(printable(word)) for word in report.arguments), *rest])
 
 
-def next_facts(report: Report, *, page: bool = True) -> list[Fact]:
-    """Return what to do and type next, besides applying a fix; `page` includes how to make the page."""
+def next_facts(report: Report) -> list[Fact]:
+    """Return what to do and type next, besides applying a fix."""
     facts = list(step_facts(report.next_steps))
     explain = f"nandoctor explain {report.cause.code}" if report.cause is not None else None
-    commands = filter(None, (explain, command_for("replay", report, "-o report.html") if page else None))
+    commands = filter(None, (explain, command_for("replay", report, "-o report.html")))
     return [*facts, *(Fact("more", command, is_command=True) for command in commands)]
 
 

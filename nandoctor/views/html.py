@@ -6,7 +6,6 @@ import base64
 import re
 from collections.abc import Iterable
 from functools import cache
-from typing import Any
 
 import jinja2
 from markupsafe import Markup
@@ -29,19 +28,18 @@ def card_of(document: Iterable[Block]) -> str:
     return _environment().get_template("card.html.j2").render(blocks=[*document])
 
 
-def _draw_plot(plot: Plot) -> dict[str, Any] | None:
-    """Return heading, finding in a sentence, and drawing; None if the report does not have the numbers for it."""
+def _draw_plot(plot: Plot) -> Markup | None:
+    """Return the drawing; None if the report does not have the numbers for it."""
     from nandoctor.views.ranges import draw_ranges, image_of  # noqa: PLC0415  (imports matplotlib)
 
     try:
         figure = draw_ranges(plot.report)
     except NanDoctorError:
         return None
-    finding = " ".join(figure.get_suptitle().split())
-    figure.suptitle("")  # the page shows the finding as text that wraps
     data = base64.b64encode(image_of(figure, "svg")).decode()
-    drawing = Markup('<img src="data:image/svg+xml;base64,{}" alt="{}">').format(data, finding)
-    return {"heading": "Ranges of every layer", "finding": finding, "drawing": drawing}
+    return Markup('<img src="data:image/svg+xml;base64,{}" alt="{}">').format(
+        data, " ".join(figure.get_suptitle().split())
+    )
 
 
 @cache

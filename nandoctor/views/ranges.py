@@ -9,7 +9,7 @@ import io
 import math
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
@@ -20,21 +20,20 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
 from nandoctor.errors import NanDoctorError
-from nandoctor.evidence.formats import FP32, FloatFormat
-from nandoctor.evidence.report import LayerRow, Origin, Report, Runs
-from nandoctor.text import bits_text, brief, number, printable
+from nandoctor.evidence.formats import FloatFormat
+from nandoctor.evidence.report import LayerRow, Report, Runs
+from nandoctor.text import brief, number, printable
 from nandoctor.views.layers import Layers, name_runs, select_layers
 from nandoctor.views.save import MARK
 
 # Of Okabe and Ito's palette, told apart by colour-blind readers: https://jfly.uni-koeln.de/color/
 SKY, BLUE, ORANGE, GREY, VERMILION = "#56B4E9", "#0072B2", "#E69F00", "#999999", "#D55E00"
-MAX_BARS = 48
-"""Of more layers the bars would be too thin to tell one in front of another, and their names would collide."""
+MAX_NAMES = 48
+"""Of more layers not all are named: the names would collide."""
 _DPI, _NOTEBOOK_DPI = 150, 80
 _WIDTH_IN, _PANEL_HEIGHT_IN, _TEXT_HEIGHT_IN, _LETTER_IN, _LEGEND_ROW_IN = 8.0, 3.2, 1.2, 0.065, 0.17
 _TITLE_LETTERS, _LEGEND_LETTERS = 80, 128  # of a line
@@ -90,10 +89,13 @@ def draw_ranges(report: Report) -> Figure:
         axes = figure.subplots()
         marks = _draw_panel(axes, report.runs, layers)
         _name_layers(axes, layers)
-        _mark_failure(axes, layers, report.origin)
+        _mark_failure(axes, layers)
         longest = max(len(label.get_text()) for label in axes.get_xticklabels())
         figure.set_figheight(_TEXT_HEIGHT_IN + _PANEL_HEIGHT_IN + _LETTER_IN * longest)
-        _write_finding(figure, report)
+        title = textwrap.fill(
+            printable(report.headline.replace("`", "")), _TITLE_LETTERS, max_lines=2, placeholder=" …"
+        )
+        figure.suptitle(title, x=0.01, ha="left", size=11, weight="bold", parse_math=False)
         source = brief(Path(report.dump.path).name, _FIRST_NAME_WIDTH)
         _write_legend(figure, marks, f"{source}: layers in order of execution, {_WHAT}")
         return figure
@@ -108,46 +110,21 @@ def image_of(figure: Figure, kind: str, *, dpi: int = _DPI) -> bytes:
     return file.getvalue()
 
 
-def describe_ranges(report: Report) -> str:
-    """Return the finding: what the operation that fails reads, or which layer comes closest to the limit."""
-    layers, origin = select_layers(report), report.origin
-    low = report.runs.autocast.dtype if report.runs is not None else FP32
-    if origin is not None and origin.phase == "forward" and origin.inputs:
-        widest = max(origin.inputs, key=lambda stats: stats.absmax or 0.0)
-        limit = f"; {low} holds {number(low.max)}" if low.max < (widest.absmax or 0.0) * _NEARBY else ""
-        return f"What {origin.op} reads reaches from {number(widest.min)} to {number(widest.max)}{limit}."
-    tightest = layers.tightest()
-    if tightest is None:
-        return "No layer has a finite value."
-    pair = layers.pairs[tightest]
-    return f"Closest to {low}'s limit: {pair.label}, {bits_text(pair.headroom_bits)} doublings below it."
-
-
-def _scale_panel(axes: Axes, layers: Layers, limits: tuple[float, float]) -> None:
-    """Set the limits of the panel; its labels are plain text: matplotlib's formulas take as long as all the rest."""
+def _draw_panel(axes: Axes, runs: Runs, layers: Layers) -> list[Artist]:
+    """Draw the bars of both runs, and return the artists for the legend."""
+    low = runs.autocast.dtype
     axes.set_yscale("log")
-    axes.set_ylim(*limits)
+    axes.set_ylim(*_find_limits(low, layers))
     axes.set_xlim(-0.7, len(layers.pairs) - 0.3)
     axes.set_ylabel("absolute value")
+    # Labels are plain text: matplotlib's formulas take as long as all the rest.
     axes.yaxis.set_major_formatter(
         FuncFormatter(lambda value, _: "10" + str(round(math.log10(value))).translate(_SUPERSCRIPTS))
     )
-
-
-def _draw_panel(axes: Axes, runs: Runs, layers: Layers) -> list[Artist]:
-    """Draw the bars of both runs, and return the artists for the legend.
-
-    Of many layers fp32 is a solid background, and autocast two lines on it: maximum and median.
-    """
-    low = runs.autocast.dtype
-    _scale_panel(axes, layers, _find_limits(low, layers))
     _draw_bands(axes, low)
     name, own_name = name_runs(runs)
     fp32 = RunStyle(name=name, color=SKY, alpha=0.5, width=0.86, median_color=BLUE, mark="^", mark_at=0.92)
     autocast = RunStyle(name=own_name, color=BLUE, alpha=1, width=0.4, median_color="white", mark="v", mark_at=0.97)
-    if len(layers.pairs) > MAX_BARS:
-        fp32 = replace(fp32, width=1.0)
-        autocast = replace(autocast, width=1.0, alpha=0.0, median_color=BLUE)
     series = [(fp32, [pair.fp32 for pair in layers.pairs])]
     if not runs.are_one:
         series.append((autocast, [pair.autocast for pair in layers.pairs]))
@@ -219,15 +196,13 @@ def _draw_bars(axes: Axes, drawn: Sequence[tuple[int, LayerRow]], style: RunStyl
     for edge, color in ((median, style.median_color), (high, style.color)):
         known = ~np.isnan(edge)
         axes.hlines(edge[known], left[known], right[known], color=color, linewidth=1.2, zorder=3)
-    if not style.alpha:
-        return Line2D([], [], color=style.color, label=f"{style.name} (median and largest)")
     return Patch(color=style.color, alpha=style.alpha, label=style.name)
 
 
 def _name_layers(axes: Axes, layers: Layers) -> None:
     """Name every layer or, if they are too many, as many as have room, and the first non-finite one."""
     first = layers.first_nonfinite
-    step = math.ceil(len(layers.pairs) / MAX_BARS)
+    step = math.ceil(len(layers.pairs) / MAX_NAMES)
     named = [index for index in range(0, len(layers.pairs), step) if first is None or abs(index - first) >= step]
     if first is not None:
         named = sorted([*named, first])
@@ -240,19 +215,16 @@ def _name_layers(axes: Axes, layers: Layers) -> None:
             label.set(color=VERMILION, weight="bold")
 
 
-def _mark_failure(axes: Axes, layers: Layers, origin: Origin | None) -> None:
-    """Draw a labelled line through the first non-finite layer, or the one in whose backward the failure begins."""
-    place, what = layers.first_nonfinite, "first non-finite"
-    if place is None and origin is not None and origin.phase == "backward":
-        keys = [pair.either.place.key for pair in layers.pairs]
-        place, what = keys.index(origin.place.key) if origin.place.key in keys else None, "first non-finite gradient"
+def _mark_failure(axes: Axes, layers: Layers) -> None:
+    """Draw a labelled line through the first non-finite layer."""
+    place = layers.first_nonfinite
     if place is None:
         return
     axes.axvline(place, color=VERMILION, linewidth=1.2, linestyle="--", zorder=4)
     left, right = axes.get_xlim()
     alignment = ("left", "center", "right")[int(3 * (place - left) / (right - left))]  # inwards, near either end
     axes.annotate(
-        f"{what}: {brief(layers.pairs[place].label, _FIRST_NAME_WIDTH)}",
+        f"first non-finite: {brief(layers.pairs[place].label, _FIRST_NAME_WIDTH)}",
         (place, 1.0),
         xycoords=axes.get_xaxis_transform(),
         xytext=(0, 4),
@@ -265,19 +237,11 @@ def _mark_failure(axes: Axes, layers: Layers, origin: Origin | None) -> None:
     )
 
 
-def _write_finding(figure: Figure, report: Report) -> None:
-    """Write above a plot the report's headline, and what the plot shows of it."""
-    texts = (f"{report.headline.replace('`', '').rstrip('.')}.", describe_ranges(report))
-    titles = [textwrap.fill(printable(text), _TITLE_LETTERS, max_lines=2, placeholder=" …") for text in texts]
-    figure.suptitle("\n".join(titles), x=0.01, ha="left", size=11, weight="bold", parse_math=False)
-
-
 def _write_legend(figure: Figure, marks: Sequence[Artist], what: str) -> None:
     """Write below the panels what is drawn and what the marks mean; the figure grows by the lines needed."""
     lines = textwrap.wrap(what, _LEGEND_LETTERS)
     figure.set_figheight(figure.get_figheight() + _LEGEND_ROW_IN * (len(lines) - 1))
-    columns = max(len(marks), 1)
-    box = figure.legend(handles=marks, loc="outside lower left", ncols=columns, frameon=False, fontsize=8)
+    box = figure.legend(handles=marks, loc="outside lower left", ncols=len(marks), frameon=False, fontsize=8)
     box.set_title("\n".join(lines))
     box.get_title().set(size=8, parse_math=False)
     box.set_alignment("left")

@@ -16,7 +16,6 @@ from nandoctor.text import (
     join_first,
     kinds_text,
     nonfinite_part,
-    number,
     ordinal,
     percent,
     samples_text,
@@ -38,16 +37,12 @@ from nandoctor.views.layers import every_layer, layers_near
 
 _MAX_NOTES = 4
 _MAX_CONSTANTS = 200
-_HIDDEN = frozenset({"layers"})  # the place, or the marked row of the table, names the layer
-_HIDDEN_BESIDE_FIXES = _HIDDEN | {"path"}  # all has to fit on one screen
+_HIDDEN_BESIDE_FIXES = frozenset({"path"})  # all has to fit on one screen
 _HIDDEN_BESIDE_VERIFIED = _HIDDEN_BESIDE_FIXES | {"cause", "extent"}
 
 
-def report_document(report: Report, level: Level = "screen", *, has_page: bool = False) -> Iterator[Block]:
-    """Yield the headline, then sections: what to read first, the fixes, and as much of the rest as the level has.
-
-    With `has_page` it does not say how to make the page.
-    """
+def report_document(report: Report, level: Level = "screen") -> Iterator[Block]:
+    """Yield the headline, then sections: what to read first, the fixes, and as much of the rest as the level has."""
     yield Headline(report.headline, tone=tone_of(report.verdict))
     yield answer_section(report, level)
     if report.fp32_error is not None:
@@ -55,9 +50,7 @@ def report_document(report: Report, level: Level = "screen", *, has_page: bool =
         yield Facts([Fact("fp32", wrong)])
     if (fixes := fix_section(report, level)) is not None:
         yield fixes
-    following = next_facts(report, page=not has_page)
-    rest = _rest_of_screen if level == "screen" else _rest_of_page
-    yield from rest(report, following)
+    yield from _rest_of_screen(report) if level == "screen" else _rest_of_page(report)
 
 
 def answer_section(report: Report, level: Level) -> Section:
@@ -129,34 +122,35 @@ def _remark(report: Report) -> str:
     return _whose(report.origin) + nonfinite_part(found.kinds, found.num_bad, found.numel, "value")
 
 
-def _rest_of_screen(report: Report, following: list[Fact]) -> Iterator[Block]:
+def _rest_of_screen(report: Report) -> Iterator[Block]:
     """Yield evidence and what to do next, without what a fix makes superfluous; the layers if no fix was verified."""
     solved = any(fix.verified for fix in report.fixes)
-    left_out = _HIDDEN_BESIDE_VERIFIED if solved else _HIDDEN_BESIDE_FIXES if report.fixes else _HIDDEN
+    left_out = _HIDDEN_BESIDE_VERIFIED if solved else _HIDDEN_BESIDE_FIXES if report.fixes else ()
     notes = note_facts(report)
     if len(notes) > _MAX_NOTES:
         notes[_MAX_NOTES:] = [Fact("note", f"{len(notes) - _MAX_NOTES} more in the report (-o report.json)")]
     evidence = [fact for fact in (*evidence_facts(report), *trial_facts(report)) if fact.label not in left_out]
-    last = [fact for fact in (*notes, *following) if fact.label not in left_out]
+    last = [*notes, *next_facts(report)]
     table = None if solved else layers_near(report)
     blocks: list[Block] = [Facts([*evidence, *last])] if table is None else [Facts(evidence), table, Facts(last)]
     yield from blocks
 
 
-def _rest_of_page(report: Report, following: list[Fact]) -> Iterator[Block]:
+def _rest_of_page(report: Report) -> Iterator[Block]:
     if evidence := _evidence_of_page(report):
         yield Section("Evidence", evidence)
     if trials := trial_facts(report):
         yield Section("What else was tried", [Facts(trials)], folded=True)
     if (layers := every_layer(report)) is not None:
         yield Section("Every layer", [layers], folded=True)
-        yield Section("Plot", [_plot(report)], folded=True)
+        hint = f"ranges: {command_for('plot', report) or 'on the page (report.html)'}"
+        yield Section("Plot", [Plot(report, hint)], folded=True)
     if constants := [Fact(constant(use.value), describe_use(use)) for use in report.eps_audit[:_MAX_CONSTANTS]]:
         title = "Eps constants, and what the format made of them"
         yield Section(title, [Facts(constants)], folded=True)
     yield Section("In the file", file_blocks(report.dump), folded=True)
     versions = Facts([Fact(name.replace("_", " "), text) for name, text in asdict(report.environment).items() if text])
-    notes = Facts([*note_facts(report), *following])
+    notes = Facts([*note_facts(report), *next_facts(report)])
     yield Section("Notes", [notes, Section("Versions", [versions], folded=True)])
 
 
@@ -169,21 +163,12 @@ def _evidence_of_page(report: Report) -> list[Block]:
     return [Facts(facts)] if facts else []
 
 
-def _plot(report: Report) -> Plot:
-    return Plot(report, f"ranges: {command_for('plot', report) or 'on the page (report.html)'}")
-
-
 _MAX_LISTED = 3
 
 
 def trial_facts(report: Report) -> list[Fact]:
-    """Return what else was tried, and the constants that became zero, unless the cause names them already."""
-    facts = [*fp32_facts(report), *_variation_facts(report)]
-    is_cause = report.cause is not None and "eps" in report.cause.code
-    lost = [f"{constant(use.value)} in {describe_use(use)}" for use in report.eps_audit if use.effect == "zero"]
-    if lost and not is_cause:
-        facts.append(Fact("eps", join_first(lost, 1)))
-    return facts
+    """Return what else was tried."""
+    return [*fp32_facts(report), *_variation_facts(report)]
 
 
 def fp32_facts(report: Report) -> Iterator[Fact]:
@@ -227,16 +212,14 @@ def _variation_facts(report: Report) -> Iterator[Fact]:
 
 
 def describe_setting(setting: StepSetting) -> str:
-    """Return the setting in words: "bf16", "eval mode", "without sample 2", "loss scale 1,024", "seed 3"."""
+    """Return the setting in words: "bf16", "eval mode", "sample 2 alone", "without sample 2"."""
     if setting.dtype is not None:
         return "float64" if setting.dtype is FP64 else setting.dtype.label
     if setting.training is not None:
         return f"{'train' if setting.training else 'eval'} mode"
     if setting.only is not None:
         return f"{samples_text(setting.only)} alone"
-    if setting.without is not None:
-        return f"without {samples_text(setting.without)}"
-    return f"seed {setting.seed}" if setting.loss_scale is None else f"loss scale {number(setting.loss_scale)}"
+    return f"without {samples_text(setting.without or ())}"
 
 
 def describe_use(use: EpsUse) -> str:

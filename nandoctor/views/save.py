@@ -1,6 +1,6 @@
 """Write files atomically, and a report in the format of its file's extension.
 
-The page and the plots are imported only when they are needed.
+What draws a report is imported only when one is drawn: other commands write files too.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.codec import to_json
-from nandoctor.evidence.report import Report
 from nandoctor.text import join_words
-from nandoctor.views.markdown import draw_markdown
-from nandoctor.views.report import report_document
+
+if TYPE_CHECKING:
+    from nandoctor.evidence.report import Report
 
 MARK = "nandoctor"
 """A word near the beginning or the end of every file that nandoctor writes."""
@@ -32,6 +33,8 @@ def save(report: Report, path: Path) -> None:
     Raises:
         NanDoctorError: as by `check_target`, or there is nothing to draw, or the file cannot be written.
     """
+    from nandoctor.views.report import report_document
+
     check_target(path, ENDINGS)
     ending = path.suffix.lower()
     if ending in PICTURE_ENDINGS:
@@ -45,6 +48,8 @@ def save(report: Report, path: Path) -> None:
 
         write_text(page_of(report_document(report, "page")), path)
     else:
+        from nandoctor.views.markdown import draw_markdown
+
         write_text(f"{draw_markdown(report_document(report, 'page'))}\n{_MARKS['.md']}\n", path)
 
 

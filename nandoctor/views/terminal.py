@@ -18,7 +18,6 @@ from nandoctor.views.blocks import (
     Facts,
     Headline,
     Patch,
-    Plot,
     Section,
     Table,
     Text,
@@ -78,8 +77,6 @@ def _draw(block: Block, console: Console) -> Iterator[Letters]:
                 yield Letters(printable_code(line), _DIFF_STYLES.get(diff_kind(line), "") if block.is_diff else "")
         case Table():
             yield from _draw_table(block, console)
-        case Plot():
-            yield from _wrapped(_literal(block.hint, "dim"), console, _INDENT)
         case Text():
             text = _literal(block.text)
             text.highlight_regex(r"`[^`]+`", "cyan")

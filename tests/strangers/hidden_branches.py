@@ -1,5 +1,7 @@
 """Gradients through what the forward hides: selections after the fact, infinities that a division swallows."""
 
+import math
+
 import torch
 from torch import nn
 
@@ -57,6 +59,22 @@ class Padded(nn.Linear):
     def forward(self, x, target):
         h = super().forward(x).log_softmax(1)
         return (h.exp() * (h - target)).where(torch.isfinite(target), 0.0)
+
+
+OUTSIDE = {
+    "log": lambda h, x: torch.where(x > 0, h * x.log(), -math.inf),
+    "sqrt": lambda h, x: (h * torch.sqrt(x) + h).masked_fill(x < 0, -math.inf),
+    "acos": lambda h, x: torch.where(x.abs() < 1, h * torch.acos(x), -math.inf),
+}
+
+
+def mixed(then):
+    """A part of a mixture has no density where its function is not defined: the code says so itself."""
+    return Lifted(lambda h, x: torch.logsumexp(torch.stack([h, then(h, x)]), 0))
+
+
+for op, then in OUTSIDE.items():
+    rows(f"numerics . {op} *", BATCH, then, name=f"{op} outside", loss=mean, fix="verified mask-first")(mixed)
 
 
 @rows("numerics . exp exp-overflow", BATCH, 2000.0, phase="forward", says=("hides that Inf",), loss=mean)

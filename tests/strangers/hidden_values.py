@@ -1,4 +1,4 @@
-"""A finite output beside NaN that a later step reads, or that chose what the output is; and what only looks like it."""
+"""A finite output beside NaN that a later step may read, or that may have chosen it; and what only looks like it."""
 
 import math
 
@@ -10,8 +10,8 @@ from strangers.visits import mean, normal
 
 rows = Rows()
 BATCH = {"x": normal(4, 4)}
-FINITE = "What the step returns is finite"
-SILENT = "silent . mul elementwise-overflow"
+OFF = "off fp32's under fp16 autocast"
+DOUBTED = "that it does not show"
 
 
 class Hiding(nn.Module):
@@ -35,14 +35,15 @@ def nan(h):
     return (h - h) / (h - h)
 
 
-@hiding("numerics . div division-by-zero", says=(FINITE,))
-@hiding("numerics . div division-by-zero", name="keeps_what_another_loss_may_read", loss=mean)
+@hiding("cannot-tell", says=(DOUBTED, "div ("))
+@hiding("cannot-tell", name="keeps_what_another_loss_may_read", loss=mean)
 def kept_in_a_dict(model, h):
     model.memory["h"] = nan(h)
     return h
 
 
-DECIDED_BY_IT = {
+MAY_BE_DECIDED_BY_IT = {
+    "checked beside": lambda _, h: torch.where(torch.isfinite(nan(h)) & (nan(h) > 0), h, -h),
     "chosen by argmax": lambda model, h: model.table(nan(h).argmax(-1)),
     "chosen among infinities": lambda model, h: model.table((h / (h - h)).argmax(-1)),
     "chosen by topk": lambda model, h: model.table(nan(h).topk(2).indices).sum(1),
@@ -52,11 +53,11 @@ DECIDED_BY_IT = {
     "counted": lambda model, h: h * nan(h).count_nonzero(),
     "taken for true": lambda model, h: 2 * h if nan(h).any() else h,
 }
-for name, then in DECIDED_BY_IT.items():
-    hiding("numerics . div division-by-zero", name=name, says=(FINITE,))(then)
+for name, then in MAY_BE_DECIDED_BY_IT.items():
+    hiding("cannot-tell", name=name, says=(DOUBTED, "div ("))(then)
 
 
-@hiding("cannot-tell", says=("log (",))
+@hiding("cannot-tell", says=("mul (",))
 def kept_entropy(model, h):
     """NaN of a mere -inf is none that is meant; only a loss, which is not known, could read it."""
     zero = 0 * h.detach()
@@ -64,13 +65,13 @@ def kept_entropy(model, h):
     return h
 
 
-@hiding("numerics . log log-of-zero")
+@hiding("cannot-tell", says=("log (",))
 def decided_by_entropy(_model, h):
     zero = 0 * h.detach()
     return 2 * h if (zero * zero.log()).sum() > 0 else h
 
 
-@hiding("numerics . div division-by-zero")
+@hiding("cannot-tell", says=("in `table.weight`",))
 def spoils_a_weight(model, h):
     model.table.weight.data = nan(h).mean() * model.table.weight.data
     return h
@@ -94,32 +95,47 @@ def weighed(h, degree):
 
 
 INNOCENT = {
-    "checked beside": lambda _, h: torch.where(torch.isfinite(nan(h)) & (nan(h) > 0), h, -h),
+    "infinite and compared": lambda _, h: torch.where(h / (h - h) > 2, h, -h),
     "guarded": lambda _, h: h if not torch.isfinite(nan(h)).all() else 2 * h,
     "logarithms of zero": lambda model, h: model.table(torch.log(h.relu()).argmax(-1)),
-    "infinite and compared": lambda _, h: torch.where(h / (h - h) > 2, h, -h),
     "asked for as a number": lambda _, h: weighed(h, (h == h.amax()).sum(-1, keepdim=True)),
     "overflow that decides as fp32 does": lambda _, h: h if squares(h).amax() > 1e4 else 2 * h,
 }
 for name, then in INNOCENT.items():
     hiding("healthy", name=name)(then)
-hiding(SILENT, name="choice that only fp16 spoils")(lambda model, h: model.table((h.half() * 6e4 * 100).argmax(-1)))
 
 
-@hiding(SILENT)
+@hiding("healthy")
+def compared_in_an_assertion(_model, h):
+    assert not (nan(h) > 50).any()
+    return h
+
+
+@hiding("healthy")
+def chosen_for_nothing(model, h):
+    model.memory["nearest"] = nan(h).argmax(-1).shape
+    return h
+
+
+hiding("cannot-tell", name="choice that only fp16 spoils", says=(OFF,))(
+    lambda model, h: model.table((h.half() * 6e4 * 100).argmax(-1))
+)
+
+
+@hiding("cannot-tell", says=(OFF,))
 def an_infinity_of_fp16_alone_is_asked_for(_model, h):
     last = squares(h).amax(-1, keepdim=True)
     return torch.where(last == math.inf, 0.0, h)
 
 
-@hiding(SILENT)
+@hiding("cannot-tell", says=(OFF,))
 def decided_otherwise_by_growth(_model, h):
     """No number that fp16 holds would have led to the decision that its Inf led to, or all of them would."""
     last = squares(h).amax()
     return h if not 2 * last > last else 2 * h
 
 
-@hiding(SILENT)
+@hiding("cannot-tell", says=(OFF,))
 def decided_otherwise_by_a_bound(_model, h):
     return 2 * h if squares(h).amax() < 1e6 else h
 
@@ -128,10 +144,10 @@ def doubled_if_small(output, _):
     return output.mean() * (2 if output.half().mul(1e5).abs().amax() < 1e8 else 1)
 
 
-hiding("silent", name="loss that an overflow decides", loss=doubled_if_small)(lambda _model, h: h)
+hiding("cannot-tell", name="loss that an overflow decides", loss=doubled_if_small)(lambda _model, h: h)
 
 
-@hiding("cannot-tell", says=("The output is finite, but 99.9 % off fp32's under fp16 autocast",))
+@hiding("cannot-tell", says=("99.9 % off fp32's under fp16 autocast",))
 def output_far_from_fp32(_model, h):
     """Code that asks for an Inf is meant to get one, but what it returns then is not what fp32 returns."""
     return 2 * h if squares(h).isinf().any() else h
@@ -158,7 +174,7 @@ def small_beside_a_large_output(_model, h):
     return far / (far * far).mean(-1, keepdim=True).sqrt(), far
 
 
-@rows("numerics . log log-of-zero", BATCH, make=Hiding)
+@rows("cannot-tell", BATCH, make=Hiding, says=("log (",))
 def kept_as_a_part_of_the_loss(model, h):
     model.part = h.sub(100).relu().sum().log()
     return h
@@ -176,7 +192,7 @@ def kept_by_a_closure():
 
 
 @hiding("cannot-tell", says=("div (",))
-@hiding("healthy", name="logs_a_number", loss=mean)
+@hiding("cannot-tell", name="logs_a_number", loss=mean)
 def leaves_torch(model, h):
     model.memory["mean"] = nan(h).mean().item()
     return h
@@ -189,13 +205,13 @@ def overflow_that_leaves_torch(model, h):
     return h
 
 
-@hiding("healthy", loss=mean, says=("depends on that",))
+@hiding("cannot-tell", loss=mean)
 def keeps_what_nothing_reads(model, h):
     model.memory["h"] = nan(h.detach())
     return h
 
 
-@hiding("healthy", loss=mean, says=("depends on that",))
+@hiding("cannot-tell", loss=mean, says=("in `seen`",))
 def keeps_in_a_buffer_what_nothing_reads(model, h):
     model.seen.copy_(nan(h.detach()))
     return h
@@ -238,22 +254,5 @@ def keeps_in_a_buffer_what_the_next_step_reads(model, h):
 
 
 @hiding("numerics . div division-by-zero", loss=mean)
-def keeps_what_the_next_step_reads(model, h):
-    before = model.memory.get("h", h.detach())
-    model.memory["h"] = nan(h.detach())
-    return h + before.nan_to_num(1.0)
-
-
-@hiding("numerics . div division-by-zero", loss=mean)
-def keeps_what_evaluation_reads(model, h):
-    if model.training:
-        model.memory["h"] = nan(h.detach())
-        return h
-    return h + model.memory["h"]
-
-
-@hiding("cannot-tell", loss=mean, says=("div (",))
-def asks_for_the_number_later(model, h):
-    is_small = not model.memory.get("mean", 0.0) > 1
-    model.memory["mean"] = nan(h).mean().item()
-    return h if is_small else 2 * h
+def keeps_in_a_buffer_what_evaluation_reads(model, h):
+    return keeps_in_a_buffer_what_nothing_reads(model, h) if model.training else h + model.seen

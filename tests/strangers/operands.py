@@ -179,7 +179,7 @@ def log_of_no_element(h, x):
     return h + torch.log((x > 100).sum(0))
 
 
-@rows("precision . to input-cast-overflow", {"ids": torch.tensor([[70000, 2], [3, 4]])}, samples=(0,))
+@rows("precision . to input-cast-overflow", {"ids": torch.tensor([[70000, 2], [3, 4], [5, 6]])}, samples=(0,))
 class Positions(nn.Module):
     def __init__(self):
         super().__init__()

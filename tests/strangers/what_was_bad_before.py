@@ -130,7 +130,7 @@ for kind, (make, name, batch) in IDLE.items():
     rows("healthy", batch, make, name, torch.nan, name=f"NaN in a {kind}", says=said)(ending_with)
     rows("healthy", batch, make, name, 1.0, name=kind, never=said)(ending_with)
 
-SPOILT = ("in the buffer `deviation`",)
+SPOILT = ("in `deviation`",)
 
 
 @rows("cannot-tell", {"x": normal(1, 8)}, name="deviation of one row", says=SPOILT, inputs="x")
@@ -151,7 +151,7 @@ class Statistics(nn.Module):
         return out
 
 
-@rows("cannot-tell", {"x": normal(3, 8)}, says=("Inf in the buffer `deviation`",), inputs="x")
+@rows("cannot-tell", {"x": normal(3, 8)}, says=("Inf in `deviation`",), inputs="x")
 class BufferThatOverflows(Statistics):
     def forward(self, x):
         self.deviation += self.read(x).detach().float().mul(1e30).square().sum(0)

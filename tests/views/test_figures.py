@@ -13,7 +13,7 @@ from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.formats import FP16, FP32
 from nandoctor.evidence.report import Runs
 from nandoctor.views.layers import every_layer, select_layers
-from nandoctor.views.ranges import MAX_BARS, draw_ranges
+from nandoctor.views.ranges import MAX_NAMES, draw_ranges
 
 
 def texts(axes):
@@ -86,7 +86,7 @@ def test_of_many_layers_as_many_are_named_as_have_room(make):
     figure.canvas.draw()
     (axes,) = figure.axes
     assert len(bars(axes)) == 2 * len(select_layers(report).pairs)
-    assert 30 <= len(names(axes)) <= MAX_BARS
+    assert 30 <= len(names(axes)) <= MAX_NAMES
     first = report.first_nonfinite
     assert first is None or first.place.label in names(axes)
     boxes = sorted((label.get_window_extent().x0, label.get_window_extent().x1) for label in axes.get_xticklabels())
