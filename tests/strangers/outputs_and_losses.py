@@ -58,8 +58,10 @@ for name, cut in CUTS.items():
     rows("healthy", {"x": 100 + normal(30, 8)}, cut, name=name)(saturated)
 
 
-@rows.between("healthy", {"x": 10 * normal(5, 8)})
+@rows.between("cannot-tell", {"x": 10 * normal(5, 8)}, says=("that it does not show",))
 class BranchThatLeadsNowhere(nn.Module):
+    """Whether its result is kept somewhere is not looked into."""
+
     def __init__(self):
         super().__init__()
         self.probe = louder(nn.Linear(8, 8), 6e4)

@@ -57,7 +57,6 @@ UNKNOWN = {
     "edges of a graph": (messages, {"x": hot(6, 8), "edge_index": EDGES}),
     "tokens": (lambda self, x: self.end(self.entry(x.reshape(-1, 8))), SERIES),
     "steps in time": (lambda self, x: self.end(self.steps(x)[0] * 1e6), {"x": normal(5, 3, 8)}),
-    "nothing but a sequence": (lambda self, x: self.end(self.entry(x)), SERIES),
     "attention along the first": (attended(steps_first=True), SERIES),
     "average over the first": (lambda self, x: self.end(self.entry(x)).mean(0), SERIES),
     "added up over the batch": (lambda self, x: self.end(self.entry(x).half().amax(dim=(0, 2))), {"x": hot(6, 6, 8)}),
@@ -65,6 +64,7 @@ UNKNOWN = {
 }
 KNOWN = {
     "plain": (lambda self, x: self.end(self.entry(x)), FLAT),
+    "nothing but a sequence": (lambda self, x: self.end(self.entry(x)), SERIES),
     "with its target": (lambda self, x, y: self.end(self.entry(x)) - y[:, None], {**FLAT, "y": normal(4)}),
     "tokens and back": (
         lambda self, x, y: self.end(self.entry(x.reshape(-1, 8)).view(4, 6, 8)) - y[:, None, None],
