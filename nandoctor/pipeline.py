@@ -58,7 +58,7 @@ from nandoctor.engine.updates import measure_slots, trace_update
 from nandoctor.errors import DumpError, LossError, ModelError
 from nandoctor.evidence.dump_summary import DumpSummary, Environment
 from nandoctor.evidence.formats import FP16
-from nandoctor.evidence.report import NOTHING_FOUND, Report, Reproduction
+from nandoctor.evidence.report import NOTHING_FOUND, Origin, Report, Reproduction
 from nandoctor.evidence.trace import Trace
 from nandoctor.fixes.hidden_values import diagnose_buffers, look_for_hidden
 from nandoctor.fixes.made_up_loss import fails_with_any_loss, with_doubtful_loss
@@ -328,9 +328,19 @@ def _name_samples(step: FailingStep, findings: Findings) -> Findings:
         return findings
     policy = REFERENCE if findings.conclusion.in_fp32 else None
     failing = findings.reference if policy is REFERENCE else findings.trace
-    symptom = Symptom(origin=first.origin, policy=policy, failing=failing)
+    ends_there = findings.trace.finite or _stays_to_the_end(first.origin, failing)
+    symptom = Symptom(origin=first.origin, policy=policy, failing=failing, ends_there=ends_there)
     guilty = find_guilty(step, flagged_rows(findings), symptom)
     return blame(findings, guilty, describe_difference(step.call, guilty or ()))
+
+
+def _stays_to_the_end(origin: Origin, failing: Trace) -> bool:
+    """Return True if rows that one call of an op spoils are not left out on the way, as by a mask or by the loss."""
+    place, rows = (origin.op, origin.source, origin.place.module), origin.elements.samples
+    made = (op for op in failing.ops if not op.outputs_finite)
+    num_calls = sum((op.op, op.own_line, op.place.module) == place for op in made)
+    is_sole = num_calls == 1 and all(stats.finite for stats in origin.inputs)
+    return is_sole and bool(rows) and rows == failing.rows_hit and not failing.fails_in_loss
 
 
 def _diagnose_forward(replayed: Replayed) -> Findings:

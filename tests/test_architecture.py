@@ -34,10 +34,10 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 34_909, "tests": 29_571, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 34_925, "tests": 29_571, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
-    FILES: 2_995,
+    FILES: 3_005,
     "autocast": 757,
     "capture": 2_466,
     "causes": 2_609,
@@ -45,9 +45,9 @@ MAX_LINES_OF_ROOMS = {
     "cli": 839,
     "diagnosis": 1_853,
     "dumps": 3_213,
-    "engine": 3_007,
+    "engine": 3_009,
     "evidence": 1_698,
-    "fixes": 4_167,
+    "fixes": 4_171,
     "fleet": 667,
     "repro_scripts": 569,
     "step": 3_145,

@@ -54,12 +54,13 @@ class _InDoubtError(Exception):
 class Symptom:
     """What has to happen again in a run that fails: the `origin` makes non-finite values, under the `policy` too.
 
-    If the run `failing` is finite in the end, nothing that comes after the origin is asked for.
+    `ends_there`: nothing that comes after the origin is asked for; else that the run fails as `failing` does.
     """
 
     origin: Origin
     policy: Policy | None
     failing: Trace
+    ends_there: bool
 
     def shows(self, step: FailingStep, samples: KeepSamples) -> bool:
         """Return True if the step fails again with some of its samples."""
@@ -69,7 +70,7 @@ class Symptom:
             return bool(step.run(self.policy, watch, (samples,)).trace.bad_gradients)
         if origin.op is None:
             trace = step.run(self.policy, _OF_SAMPLES, (samples,)).trace
-            return trace.fails_as(self.failing)
+            return self.ends_there or trace.fails_as(self.failing)
         reached: list[bool] = []
         kinds = origin.elements.kinds
         but_masks = bool(kinds) and "-inf" not in kinds
@@ -81,12 +82,13 @@ class Symptom:
                 is_there = running_node() is not None or (lines.inside or lines.source) == origin.source
                 if is_there and has_nonfinite(made, but_masks=but_masks):
                     reached.append(True)
-                    if self.failing.finite:
+                    if self.ends_there:
                         raise EndedEarly
             return made
 
+        watch = replace(_OF_SAMPLES, statistics="none" if self.ends_there else "ranges")
         with suppress(EndedEarly):
-            trace = step.run(self.policy, replace(_OF_SAMPLES, look=look), (samples,)).trace
+            trace = step.run(self.policy, replace(watch, look=look), (samples,)).trace
             return bool(reached) and trace.fails_as(self.failing)
         return True
 

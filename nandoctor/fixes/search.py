@@ -171,8 +171,9 @@ class _Search:
     def __init__(self, step: FailingStep, findings: Findings, budget: TrialBudget) -> None:
         self._step, self._findings, self._budget = step, findings, budget
         numerics = not (findings.sound_in_fp32 or findings.verdict == "loss-scale")
+        fails = findings.trace.raised is None and not findings.trace.finite and findings.reference.finite
         # If the forward fails, the search looks at it alone.
-        self._trials = Trials(step, budget, numerics=numerics, backward=findings.trace.finite)
+        self._trials = Trials(step, budget, numerics=numerics, backward=findings.trace.finite, fails=fails)
         self._guilty = findings.guilty or ()
         self._writer = ChangeWriter(
             step.model, step.loss, findings.ops, findings.inside, device=step.mode.autocast_device

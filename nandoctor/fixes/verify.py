@@ -70,7 +70,7 @@ class Trials:
     against fp32 with the same edit, and must not change what was finite without it. With `backward`, gradients have to
     be finite where the reference's are. With a loss scale they also have to agree; without one, fp16's may underflow.
 
-    `is_another`: its batch, mode or seed is not that of
+    `fails`: the step is known to give NaN or Inf, and fp32 not. `is_another`: its batch, mode or seed is not that of
     the failing step. `writes_infinities`: infinities in its output are intended; None if only a run shows that.
     `as_saved`: its output is the training's own, so what it is off fp32 is what the training's precision costs.
     """
@@ -80,6 +80,7 @@ class Trials:
     _: KW_ONLY
     numerics: bool
     backward: bool = True
+    fails: bool = False
     is_another: bool = False
     writes_infinities: bool | None = None
     as_saved: bool = False
@@ -95,7 +96,7 @@ class Trials:
         if self.backward:
             return self
         step = self.step if self.step.loss is not None else replace(self.step, loss=surrogate_loss)
-        return replace(self, step=step, backward=True)
+        return replace(self, step=step, backward=True, fails=False)
 
     @cached_property
     def without_gradients(self) -> Trials:
@@ -105,14 +106,14 @@ class Trials:
     def on(self, step: FailingStep) -> Trials:
         """Return the trials of a step with another batch or scale, with gradients, on the same budget."""
         is_another = not self._is_own_step or step.call is not self.step.call
-        return replace(self, step=step, backward=True, is_another=is_another, writes_infinities=None)
+        return replace(self, step=step, backward=True, fails=False, is_another=is_another, writes_infinities=None)
 
     def varied(self, *, training: bool, seed: int | None) -> Trials:
         """Return the trials of the step in this mode, with this seed."""
         if (training, seed) == (self.step.mode.training, self.step.randomness.seed):
             return self
         step = self.step.varied(training=training, seed=seed)
-        return replace(self, step=step, is_another=True, writes_infinities=self._writes_infinities)
+        return replace(self, step=step, fails=False, is_another=True, writes_infinities=self._writes_infinities)
 
     @property
     def _is_own_step(self) -> bool:
@@ -132,6 +133,8 @@ class Trials:
     def look(self, *edits: Change) -> TrialOutcome | None:
         """Return the outcome with the edits, compared with fp32 on the same samples; None if the step cannot run."""
         edits = tuple(edit for edit in edits if edit != UseFormat(format=self.step.low))  # it has that format already
+        if self.fails and not edits:
+            return TrialOutcome(finite=False, max_rel_err=None)
         judged = self._judgements.get(_key(edits)) if not self.numerics else None
         if judged is not None:
             return judged.outcome
