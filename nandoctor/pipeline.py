@@ -205,11 +205,11 @@ def _without_guess(replayed: Replayed, findings: Findings, preparation: Preparat
     if plain is None:
         return replayed, findings
     found, low = _diagnose(plain, preparation), replayed.step.low
-    is_of_values = raised is None or _raises_for_values(replayed.step)
     if fails_in_fp32 or found.verdict not in NOTHING_FOUND:
         told = f"The precision is not in the file (--amp-dtype): under {low} autocast the step is sound."
         return replace(plain, notes=(told, *plain.notes)) if findings.verdict in NOTHING_FOUND else plain, found
-    if findings.verdict in NOTHING_FOUND or (is_of_values and plain.reproduction.grade == "no-reference"):
+    is_unseen = plain.reproduction.grade == "no-reference"
+    if findings.verdict in NOTHING_FOUND or (is_unseen and (raised is None or _raises_for_values(replayed.step))):
         return replayed, findings
     return plain, doubt_precision(found, findings)
 

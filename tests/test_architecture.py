@@ -34,7 +34,7 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 34_925, "tests": 29_571, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 34_920, "tests": 29_571, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 3_005,
@@ -45,7 +45,7 @@ MAX_LINES_OF_ROOMS = {
     "cli": 839,
     "diagnosis": 1_853,
     "dumps": 3_213,
-    "engine": 3_009,
+    "engine": 3_004,
     "evidence": 1_698,
     "fixes": 4_171,
     "fleet": 667,

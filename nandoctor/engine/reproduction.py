@@ -344,7 +344,7 @@ def _replay(steps: list[FailingStep], preparation: Preparation, *, is_first: boo
         plain = step.under(replace(step.mode.policy, format=FP32))
         return _replay([plain], preparation, is_first=is_first)
     reproduction = _grade_all(preparation, outcome.output, outcome.loss)
-    spoilt = _list_spoilt(preparation) if trace.finite else ()
+    spoilt = [named for named in preparation.dump.arrays.items() if trace.finite and not all_finite(named[1])]
     unlike = tuple(named[0] for named in spoilt if not _agrees(grade(named, outcome.output)))
     return Replayed(step=step, trace=trace, random=outcome.random, reproduction=reproduction, unlike=unlike)
 
@@ -403,18 +403,13 @@ def _grade_all(preparation: Preparation, output: Any, loss: torch.Tensor | None)
     if preparation.dump.is_recorded:
         others = [(name, preparation.dump.arrays[name]) for name in saved.names[1:] if saved.field is None]
     else:  # another one that failed
-        taken = {name for step in preparation.steps for name in step.call.used}
-        others = [(name, array) for name, array in _list_spoilt(preparation) if name in fields - taken]
+        fields -= {name for step in preparation.steps for name in step.call.used}
+        others = [(name, it) for name, it in preparation.dump.arrays.items() if name in fields and not all_finite(it)]
     values = [named for named in others if named[1].is_floating_point() or named[1].is_complex()]
     reproduction = _join_grades(reproduction, [grade(named, output) for named in values])
     if preparation.dump.other_weights and reproduction.grade == "exact":
         return replace(reproduction, grade="same-mask")  # if it is all NaN, other weights give the same
     return reproduction
-
-
-def _list_spoilt(preparation: Preparation) -> list[tuple[str, torch.Tensor]]:
-    """Return the arrays of the file that are not finite, with their names."""
-    return [named for named in preparation.dump.arrays.items() if not all_finite(named[1])]
 
 
 def _join_grades(first: Reproduction, others: Sequence[Reproduction]) -> Reproduction:

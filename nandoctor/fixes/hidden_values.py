@@ -114,9 +114,9 @@ def _find_hidden(step: FailingStep, *, excused_by_fp32: bool) -> Iterator[Gap]:
             return
         is_finite = all(stats.finite for stats in _results(trace))
         hidden = [*_list_hidden(trace)] if is_finite and _may_hide(trace.ops, trace) else []
-        if hidden and _LEFT.isdisjoint(taker for _, taker in hidden) and _are_harmless(step):
+        if not hidden or (_LEFT.isdisjoint(taker for _, taker in hidden) and _are_harmless(step)):
             return
-        reference = exposed.run(REFERENCE, CLOSELY).trace if hidden else trace
+        reference = exposed.run(REFERENCE, CLOSELY).trace
         is_as_fp32 = excused_by_fp32 and not outputs_differ(_results(trace), _results(reference))
         found = (_find_unmeant(order, taker, trace, reference, is_as_fp32=is_as_fp32) for order, taker in hidden)
         if (what := next(filter(None, found), None)) is not None:
