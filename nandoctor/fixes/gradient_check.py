@@ -18,8 +18,7 @@ from nandoctor.changes.batch import KeepSamples
 from nandoctor.changes.setting import SetLossScale, UseFormat
 from nandoctor.evidence.edits import Change, flatten
 from nandoctor.evidence.formats import BF16, FP16
-from nandoctor.fixes.agreement import LARGEST_SQUARED, NOISE, Result
-from nandoctor.fixes.gradients import gradient_error
+from nandoctor.fixes.agreement import LARGEST_SQUARED, NOISE, Result, gradient_error
 from nandoctor.fixes.made_up_loss import surrogate_loss
 from nandoctor.fixes.meaning import Meaning
 from nandoctor.fixes.verify import GRADIENT_TOLERANCE, Trials

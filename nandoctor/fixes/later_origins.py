@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from torch import nn
 
@@ -33,22 +32,13 @@ from nandoctor.fixes.writing import ChangeWriter
 from nandoctor.text import file_line, kinds_text, samples_text
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaterOrigins:
-    """The origins that show after the first, in that order, and the changes that fix all of them."""
+def find_later_origins(
+    findings: Findings, trials: Trials, writer: ChangeWriter
+) -> tuple[tuple[Diagnosis, ...], Iterable[Candidate]]:
+    """Change the first origins and find where the step fails then, until all is finite or nothing helps.
 
-    diagnoses: tuple[Diagnosis, ...] = ()
-    candidates: tuple[Candidate, ...] = ()
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """A sentence for each: where the step fails once the origins before it are changed."""
-        again = "Once the first failure is fixed, the step fails again"
-        return tuple(dict.fromkeys(f"{again}: {_describe(found)}." for found in self.diagnoses))
-
-
-def find_later_origins(findings: Findings, trials: Trials, writer: ChangeWriter) -> LaterOrigins:
-    """Change the first origins and find where the step fails then, until all is finite or nothing helps."""
+    Returns the origins that show after the first, in that order, and the changes that fix all of them.
+    """
     model = trials.step.model
     leads = distinct_leads(findings.conclusion, model)
     seen = _places(leads, model)
@@ -65,8 +55,13 @@ def find_later_origins(findings: Findings, trials: Trials, writer: ChangeWriter)
         seen |= _places(leads, model)
         later += conclusion.diagnoses
     # The change of the last origin may fix those before it: a root that is never 0 is no divisor of 0.
-    candidates = dict.fromkeys((*chosen[-1:], *together([[candidate] for candidate in chosen])))
-    return LaterOrigins(diagnoses=tuple(later), candidates=tuple(candidates))
+    return tuple(later), dict.fromkeys((*chosen[-1:], *together([[candidate] for candidate in chosen])))
+
+
+def describe_later(diagnoses: Iterable[Diagnosis]) -> list[str]:
+    """Return a sentence for each: where the step fails once the origins before it are changed."""
+    again = "Once the first failure is fixed, the step fails again"
+    return list(dict.fromkeys(f"{again}: {_describe(found)}." for found in diagnoses))
 
 
 def _places(leads: Iterable[Suspect], model: nn.Module) -> set[object]:

@@ -25,22 +25,20 @@ from nandoctor.changes.running_op import RunningOp
 from nandoctor.engine.module_state import is_large
 from nandoctor.evidence.edits import Change, Edit, OpSite, SingleEdit, flatten
 from nandoctor.evidence.trace import SourceLine
-from nandoctor.fixes.agreement import TOLERANCE, Result
+from nandoctor.fixes.agreement import TOLERANCE, Result, gradient_error, gradient_errors, reversed_gradient
 from nandoctor.fixes.candidates import join
-from nandoctor.fixes.gradients import gradient_error, gradient_errors, reversed_gradient
 from nandoctor.fixes.neighbours import (
     WAYS,
-    Scaled,
     Tensors,
+    Way,
     are_numbers,
     forward_beside,
     forward_elsewhere,
     list_held,
     moves_at,
     pattern_like,
-    scaled_alike,
-    scaled_apart,
     sides_of,
+    times_factor,
 )
 from nandoctor.fixes.variations import scaled
 from nandoctor.fixes.verify import Trials
@@ -157,7 +155,7 @@ class Meaning:
         """The step moved within the rounding of each number; a zero has none."""
         pattern = {name: pattern_like(value, torch.zeros_like(value)) for name, value in self._moved.items()}
         ways = [pattern, {name: -step for name, step in pattern.items()}] if pattern else []
-        return [self._run_beside(direction, _ROUNDING) for direction in ways]
+        return [self._run_beside(_ROUNDING, direction) for direction in ways]
 
     @cached_property
     def limit(self) -> Result | None:
@@ -168,7 +166,7 @@ class Meaning:
         """
         if not self.trials.numerics or self.trials.exact().finite or is_large(self.trials.step.model):
             return None
-        beside = self._follow_all(partial(self._run_beside, direction) for direction in sides_of(self._moved))
+        beside = self._follow_all(partial(self._run_beside, direction=way) for way in sides_of(self._moved))
         jointly = self._follow_all(self._beside_jointly())
         values = _agreed([side.values for side in (*beside, *jointly)])
         sides = beside or jointly  # gradients have to agree among the runs in which nothing is moved by hand
@@ -200,24 +198,20 @@ class Meaning:
         return False
 
     @cached_property
-    def elsewhere(self) -> Meaning:
-        """The meaning of the step with each tensor and each number that a module holds times a factor of its own."""
-        return self._with_numbers(scaled_alike)
+    def _elsewhere(self) -> Meaning:
+        """The meaning of the step with other numbers for each element, or for each tensor where those have no limit.
 
-    @cached_property
-    def apart(self) -> Meaning:
-        """The same with a factor of its own for each element, which a point like x - x.mean() = 0 does not survive."""
-        return self._with_numbers(scaled_apart)
-
-    def _with_numbers(self, scaled: Scaled) -> Meaning:
-        """Return the meaning of the step with other numbers.
-
-        Zeros stay where they are, and so does a point like x = 0; what the formula gives there may be another number.
+        A point like x - x.mean() = 0 survives only the latter. Zeros stay where they are, and so does a point like
+        x = 0; what the formula gives there may be another number.
         """
+        apart = self._with_numbers(apart=True)
+        return apart if apart.has_limit else self._with_numbers(apart=False)
+
+    def _with_numbers(self, *, apart: bool) -> Meaning:
         step, given = self.trials.step, self.trials.step.call.batch
         numbers = {name: it for name, it in given.items() if it.is_floating_point() and are_numbers(it)}
-        batch = {**given, **{name: scaled(name, value) for name, value in numbers.items()}}
-        call = replace(step.call, batch=batch, forward=partial(forward_elsewhere, step, scaled))
+        batch = {**given, **{name: times_factor(name, value, apart=apart) for name, value in numbers.items()}}
+        call = replace(step.call, batch=batch, forward=partial(forward_elsewhere, step, apart))
         return replace(self, trials=self.trials.on(replace(step, call=call)))
 
     def find_fill(self, guard: GuardArgument) -> float:
@@ -241,10 +235,9 @@ class Meaning:
 
     def describe_alone(self, guard: GuardArgument) -> str | None:
         """Describe a guard whose number is the limit for the numbers of this step alone, or may be; else None."""
-        others = self.apart if self.apart.has_limit else self.elsewhere
-        if not others.trials.exact().ran:
+        if not self._elsewhere.trials.exact().ran:
             return f"whether {guard.fill:g} is the limit for other numbers too is not known"
-        fill = others.find_fill(guard)
+        fill = self._elsewhere.find_fill(guard)
         if abs(fill - guard.fill) <= TOLERANCE * max(abs(fill), abs(guard.fill)):
             return None
         return f"{guard.fill:g} is the limit for the numbers of this step alone; for others it is {fill:g}"
@@ -367,27 +360,29 @@ class Meaning:
         held = (*list_held(self.trials.step.model), *self.trials.step.call.batch.items())
         return {name: value.detach() for name, value in held if name in names and are_numbers(value)}
 
-    def _run_beside(self, direction: Tensors, size: float, way: tuple[bool, float] | None = None) -> Result:
-        step, call = self.trials.step, self.trials.step.call
-        shifts = {name: size * shift for name, shift in direction.items()}
-        moved = {name: call.batch[name].double() + shifts[name] for name in shifts.keys() & call.batch}
-        beside = replace(call, batch={**call.batch, **moved}, forward=partial(forward_beside, step, shifts))
-        return self.trials.on(replace(step, call=beside)).exact(*(moves_at(self.sources, way, size) if way else ()))
+    def _run_beside(
+        self, size: float, direction: Tensors | None = None, sites: Set[OpSite] = frozenset(), way: Way = WAYS[0]
+    ) -> Result:
+        """Run the step with what is given moved in a direction, and what is made at the sites in one of the ways."""
+        trials, step, call = self.trials, self.trials.step, self.trials.step.call
+        if direction is not None:
+            shifts = {name: size * shift for name, shift in direction.items()}
+            moved = {name: call.batch[name].double() + shifts[name] for name in shifts.keys() & call.batch}
+            beside = replace(call, batch={**call.batch, **moved}, forward=partial(forward_beside, step, shifts))
+            trials = trials.on(replace(step, call=beside))
+        return trials.exact(*moves_at(sites, way, size))
 
     def _beside_sources(self) -> Iterator[Callable[[float], Result]]:
         """Yield runs in which what the arguments of the failing ops come from is moved, where it is made."""
         constants = self._numbers(self.constants - self._moved.keys())
         for direction in sides_of({name: value.double() for name, value in constants.items()}):
-            yield partial(self._run_beside, direction)
+            yield partial(self._run_beside, direction=direction)
         yield from self._beside(self.sources)
 
     def _beside(self, sites: Set[OpSite]) -> Iterator[Callable[[float], Result]]:
         """Yield runs in which what is made at these places is moved."""
         for way in WAYS if sites else ():
-            yield partial(self._run_moved, sites, way)
-
-    def _run_moved(self, sites: Set[OpSite], way: tuple[bool, float], size: float) -> Result:
-        return self.trials.exact(*moves_at(sites, way, size))
+            yield partial(self._run_beside, sites=sites, way=way)
 
     def _beside_jointly(self) -> Iterator[Callable[[float], Result]]:
         """Yield runs in which what the arguments of the failing ops come from is moved along with all that is given.
@@ -397,7 +392,7 @@ class Meaning:
         given = self._moved | {name: value.double() for name, value in self._numbers(self.constants).items()}
         pairs = zip(sides_of(given), WAYS, strict=False) if self.sources else ()
         for direction, way in islice(pairs, 2, None):  # along a pattern: alike to one side, apart to the other
-            yield partial(self._run_beside, direction, way=way)
+            yield partial(self._run_beside, direction=direction, sites=self.sources, way=way)
 
     def _open(self, values: Tensors) -> Tensors:
         """Return where the step is NaN and every neighbour is too; nothing if it is so nowhere."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -23,10 +23,9 @@ from nandoctor.ops import CASTS, MOVES
 from nandoctor.trees import tree_map
 
 Tensors = Mapping[str, torch.Tensor]
-Scaled = Callable[[str, torch.Tensor], torch.Tensor]
-"""Returns a tensor of this name times other numbers."""
-WAYS = ((True, 1.0), (True, -1.0), (False, 1.0), (False, -1.0))
+Way = tuple[bool, float]
 """Whether each sample is moved towards the next, or along a pattern; and the sign."""
+WAYS: tuple[Way, ...] = ((True, 1.0), (True, -1.0), (False, 1.0), (False, -1.0))
 
 
 def are_numbers(value: torch.Tensor) -> bool:
@@ -77,13 +76,17 @@ def _sizes_in(value: torch.Tensor) -> torch.Tensor:
 
 def pattern_like(value: torch.Tensor, sizes: torch.Tensor, phase: int = 0) -> torch.Tensor:
     """Return a half to the whole of each size, so that a small variance stays positive; zeros move to one side."""
-    places = torch.linspace(1, 20, value.numel(), dtype=value.dtype, device=value.device)
-    pattern = (places + phase).cos().view(value.shape)
+    pattern = _waves(value, phase)
     pattern = (1 + pattern.abs()) / 2 * torch.where(pattern < 0, -1.0, 1.0)
     return torch.where(value == 0, pattern.abs() * sizes, pattern * value)
 
 
-def moves_at(sites: Set[OpSite], way: tuple[bool, float], size: float) -> list[Edit]:
+def _waves(value: torch.Tensor, phase: int = 0) -> torch.Tensor:
+    places = torch.linspace(1, 20, value.numel(), dtype=value.dtype, device=value.device)
+    return (places + phase).cos().view(value.shape)
+
+
+def moves_at(sites: Set[OpSite], way: Way, size: float) -> list[Edit]:
     """Return what moves all that is made at these places, in one of `WAYS`."""
     towards, sign = way
     ordered = enumerate(sorted(sites, key=str))
@@ -116,17 +119,17 @@ class _Move(SingleEdit):
         return made.add_(self.by * step) if op.is_mutable else made + self.by * step
 
 
-def forward_elsewhere(step: FailingStep, scaled: Scaled, batch: Tensors) -> Any:
+def forward_elsewhere(step: FailingStep, apart: bool, batch: Tensors) -> Any:
     """Run the forward with other weights, buffers, attributes and numbers; every run puts back the model's state."""
     for name, tensor in list_held(step.model):
         if are_numbers(tensor) and tensor.is_floating_point():
-            tensor.data = scaled(name, tensor.data)
+            tensor.data = times_factor(name, tensor.data, apart=apart)
     with ExitStack() as undo:
         for place, numbers in _list_numbers(step.model):
             undo.callback(numbers.update, dict(numbers))
             floats = [name for name, value in numbers.items() if type(value) is float]
             numbers.update({name: numbers[name] * _factor_of(f"{place}.{name}") for name in floats})
-        hook = step.model.register_forward_pre_hook(lambda _, *given: tree_map(_scaled_number, given), with_kwargs=True)
+        hook = step.model.register_forward_pre_hook(lambda _, *given: tree_map(_other_number, given), with_kwargs=True)
         undo.callback(hook.remove)
         return step.call.forward(batch)
 
@@ -143,19 +146,14 @@ def _list_numbers(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:
     return list(found.values())
 
 
-def _scaled_number(given: Any) -> Any:
+def _other_number(given: Any) -> Any:
     return given * _factor_of("") if type(given) is float else given
 
 
-def scaled_alike(name: str, value: torch.Tensor) -> torch.Tensor:
-    """Return a tensor times a factor of its own."""
-    return value * _factor_of(name)
-
-
-def scaled_apart(name: str, value: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with each element times a factor of its own."""
-    places = torch.linspace(1, 20, value.numel(), dtype=value.dtype, device=value.device)
-    return value * _factor_of(name) * (1 + places.cos().view(value.shape) / 2)
+def times_factor(name: str, value: torch.Tensor, *, apart: bool) -> torch.Tensor:
+    """Return a tensor times a factor of its own; `apart`, each element has one."""
+    scaled = value * _factor_of(name)
+    return scaled * (1 + _waves(value) / 2) if apart else scaled
 
 
 def _factor_of(name: str) -> float:

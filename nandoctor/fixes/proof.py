@@ -24,17 +24,21 @@ from nandoctor.fixes.agreement import (
     BF16_TOLERANCE,
     FP32_ERROR,
     LARGEST_SQUARED,
+    LEAST,
+    LEAST_IN_FP32,
     MOST_NOISE,
     NOISE,
     TOLERANCE,
     Result,
     compare_runs,
+    gradient_error,
+    gradient_errors,
     gradients_finite,
+    reversed_gradient,
     sample_errors,
     unlike_state,
 )
 from nandoctor.fixes.gradient_check import GradientCheck, Said, in_bf16, run_lowered
-from nandoctor.fixes.gradients import LEAST, LEAST_IN_FP32, gradient_error, gradient_errors, reversed_gradient
 from nandoctor.fixes.hidden_values import describe_hidden
 from nandoctor.fixes.meaning import ROUNDING_IN_64, VISIBLE, Meaning
 from nandoctor.fixes.variations import OTHER_SEED, VARIATIONS, OtherBatches, with_step_before

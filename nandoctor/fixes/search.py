@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import cached_property
 from itertools import chain, takewhile
 
 from nandoctor.causes.base import Candidate, list_behind, list_makers, list_sources
@@ -23,13 +22,14 @@ from nandoctor.evidence.report import (
     NOTHING_FOUND,
     Check,
     Counterfactual,
+    Diagnosis,
     Fix,
     FixSettings,
     Fp32SetSearch,
     Report,
     TrialOutcome,
 )
-from nandoctor.evidence.trace import SourceLine, Trace
+from nandoctor.evidence.trace import SourceLine
 from nandoctor.fixes.candidates import (
     by_lines,
     cost_of,
@@ -41,7 +41,7 @@ from nandoctor.fixes.candidates import (
     wider_lines,
 )
 from nandoctor.fixes.fp32_sets import Kept, refine, search_fp32_sets
-from nandoctor.fixes.later_origins import LaterOrigins, find_later_origins
+from nandoctor.fixes.later_origins import describe_later, find_later_origins
 from nandoctor.fixes.meaning import Meaning
 from nandoctor.fixes.notes import by_hand, describe_none, describe_search, distance_of, find_program_error
 from nandoctor.fixes.proof import Verifier
@@ -70,7 +70,9 @@ def search_fixes(report: Report, step: FailingStep, findings: Findings, budget: 
     if findings.trace.unread:
         what = join_first(findings.trace.unread, 3)
         return replace(report, search_notes=(f"{none} none can be checked, because the output holds {what}.",))
-    if step.loss is None and findings.trace.raised is not None and _gave_finite_output(findings.trace):
+    outputs = [stats for call in findings.trace.calls if not call.module for stats in call.outputs]
+    is_output_finite = bool(outputs) and all(stats.finite for stats in outputs)
+    if step.loss is None and findings.trace.raised is not None and is_output_finite:
         return replace(report, search_notes=(f"{none} the step fails in its loss, which could not be run to the end.",))
     if any(diagnosis.origin.phase == "optimizer" for diagnosis in findings.conclusion.diagnoses[:1]):
         return _fix_optimizer(report, step, findings, budget)
@@ -91,12 +93,6 @@ def _ending_early(step: FailingStep) -> Iterator[None]:
     except KeyboardInterrupt:
         if not step.progress.stop():
             raise
-
-
-def _gave_finite_output(trace: Trace) -> bool:
-    """Return True if the model's own calls returned finite outputs, even if the loss failed later."""
-    outputs = [stats for call in trace.calls if not call.module for stats in call.outputs]
-    return bool(outputs) and all(stats.finite for stats in outputs)
 
 
 def _rank(tried: list[Fix], from_fp32_sets: list[Fix], findings: Findings) -> list[Fix]:
@@ -184,7 +180,7 @@ class _Search:
         self._from_fp32_sets: list[Fix] = []
         self._varied: list[Counterfactual] = []
         self._fp32_sets: Fp32SetSearch | None = None
-        self._later = LaterOrigins()
+        self._later: tuple[Diagnosis, ...] = ()
         self._fp32_error: float | None = None
         self._program_error: str | None = None
 
@@ -214,40 +210,36 @@ class _Search:
     def _new_verifier(self) -> Verifier:
         # A product that overflows in fp16 is far from fp32's limit, and such networks have the slowest float64 runs.
         # Added to a mask's constant, scores are lost in fp32, as intended; in a fully masked row, float64 keeps them.
-        found = self._findings.conclusion
+        findings, found = self._findings, self._findings.conclusion
         of_mask = any(map(is_mask, found.diagnoses))
         takes_sums = all(suspect.site.op in {*PRODUCTS, *CASTS} for suspect in found.suspects)
         is_far = any(abs(it.origin.would_be or 0.0) >= _LARGEST_NEAR for it in found.diagnoses)
-        return Verifier(
-            self._trials,
-            guilty=self._guilty,
-            random=self._findings.random,
-            trusts_fp32=of_mask or (takes_sums and not is_far),
-            meaning=self._meaning,
-        )
-
-    @cached_property
-    def _meaning(self) -> Meaning:
-        found = self._findings.conclusion
         sites = {suspect.site for suspect in found.suspects}
-        ops = self._findings.ops if self._trials.numerics else ()  # a sound fp32 is what the formula means
+        ops = findings.ops if self._trials.numerics else ()  # a sound fp32 is what the formula means
         sources, constants = list_sources(sites, ops)
-        return Meaning(
+        meaning = Meaning(
             trials=self._trials.with_gradients,
             behind=list_behind(sites, ops),
             sources=sources,
             constants=constants,
             makers=list_makers(sites, ops),
-            by_hand=frozenset(op.source for op in self._findings.inside),
+            by_hand=frozenset(op.source for op in findings.inside),
             meets_infinity=any(
                 {"+inf", "-inf"} & {*it.origin.elements.kinds} or (it.cause and it.cause.code == _OF_INFINITIES)
                 for it in found.diagnoses
             ),
         )
+        return Verifier(
+            self._trials,
+            guilty=self._guilty,
+            random=findings.random,
+            trusts_fp32=of_mask or (takes_sums and not is_far),
+            meaning=meaning,
+        )
 
     def _try_later_origins(self) -> None:
-        self._later = find_later_origins(self._findings, self._trials, self._writer)
-        self._attempt(self._later.candidates, self._tried)
+        self._later, candidates = find_later_origins(self._findings, self._trials, self._writer)
+        self._attempt(candidates, self._tried)
 
     def try_fp32_weights(self) -> None:
         """Try the whole model in fp32."""
@@ -306,12 +298,12 @@ class _Search:
             fixes=tuple(replace(item, rank=rank, cost=cost_of(item.edit, ops)) for rank, item in enumerate(ranked)),
             fp32_sets=self._fp32_sets,
             counterfactuals=tuple(self._varied),
-            also=(*report.also, *self._later.diagnoses),
+            also=(*report.also, *self._later),
             fp32_error=self._fp32_error,
             search_notes=(
                 *([stopped] if interrupted else []),
                 *([self._program_error] if self._program_error is not None else []),
-                *self._later.notes,
+                *describe_later(self._later),
                 *describe_search(self._findings, ranked, left, out_of_memory=self._budget.out_of_memory),
                 *([describe_none(self._findings, self._step.model)] if found_none else []),
                 *(self._describe_drift() if ranked else ()),

@@ -30,11 +30,11 @@ from nandoctor.fixes.agreement import (
     Agreement,
     Result,
     compare_runs,
+    gradient_error,
     gradients_finite,
     keep,
     values_of,
 )
-from nandoctor.fixes.gradients import gradient_error
 from nandoctor.fixes.made_up_loss import surrogate_loss
 from nandoctor.machine import is_out_of_memory
 from nandoctor.ops import UNFILLED

@@ -8,8 +8,7 @@ import torch
 import nandoctor
 from nandoctor import cuda_autocast
 from nandoctor.case import check
-from nandoctor.fixes.agreement import Result, compare_runs
-from nandoctor.fixes.gradients import gradient_error
+from nandoctor.fixes.agreement import Result, compare_runs, gradient_error
 
 MASKED = """
 scores = self.q(x) @ x.mT

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from nandoctor.fixes.agreement import Result
-from nandoctor.fixes.gradients import reversed_gradient
+from nandoctor.fixes.agreement import Result, reversed_gradient
 
 SIZES = torch.tensor([[0.5, 1.5, 0.2, 3.0], [0.7, 0.1, 0.4, 2.0], [0.3, 0.6, 0.9, 1.2]])
 ZERO = SIZES * torch.tensor([[1.0], [0.0], [1.0]])
