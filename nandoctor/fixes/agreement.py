@@ -53,8 +53,8 @@ class Result:
     `meant` marks infinities in the output that the code intends, such as a mask's. `kept` names the model's state that
     the run left non-finite: True for NaN or +Inf, False for -Inf alone, which may be a mask. A large model's gradients
     are gigabytes, so they are checked only once; `looked_at`: the run has found them finite. `left` is the state that
-    the run leaves, `flags` the whole numbers of its output. `may_hide` is False if no op of the run made NaN or +Inf,
-    and none is in its batch.
+    the run leaves, `flags` what is a flag, count or index in its output, by names that no state has. `may_hide` is
+    False if no op of the run made NaN or +Inf, and none is in its batch.
     """
 
     values: Mapping[str, torch.Tensor]
@@ -199,15 +199,15 @@ def keep(outcome: Outcome | None) -> Result:
     """Return the result of a run, or of None if it could not be run; float64 values beyond fp32's range become Inf."""
     if outcome is None:
         return Result(values={}, gradients={}, ran=False)
-    values = values_of(outcome.output, outcome.loss)
+    others = ((path, it) for path, it in walk_tensors(outcome.output) if is_dense(it) and not it.is_complex())
     return Result(
-        values=values,
+        values=values_of(outcome.output, outcome.loss),
         gradients={name: _plain(gradient) for name, gradient in (outcome.gradients or {}).items()},
         ran=outcome.trace.raised is None,
         looked_at=not outcome.trace.bad_gradients,
         kept=outcome.kept,
         left=outcome.left,
-        flags=_flags_of(outcome.output),
+        flags={f"the output {path}".rstrip(): it for path, it in others if not it.is_floating_point()},
     )
 
 
@@ -241,12 +241,6 @@ def values_of(output: Any, loss: torch.Tensor | None) -> dict[str, torch.Tensor]
     return values if loss is None else values | {"loss": _in_range(loss.detach())}
 
 
-def _flags_of(output: Any) -> dict[str, torch.Tensor]:
-    """Return the flags, counts and indices in an output, by names that no state has."""
-    found = ((path, it) for path, it in walk_tensors(output) if is_dense(it) and not it.is_complex())
-    return {f"the output {path}".rstrip(): it for path, it in found if not it.is_floating_point()}
-
-
 def _in_range(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype is not torch.float64:
         return tensor
@@ -260,19 +254,15 @@ def compare_runs(made: Result, reference: Result, *, exact: Result | None = None
         ours = made.values.get(name)
         if ours is None or ours.shape != theirs.shape:
             return Agreement(finite=False, values={})
-        sound = _sound(ours, theirs)
+        # Both may be at a format's edge, which code uses for -inf.
+        at_edge = (theirs.abs() >= EDGE * _LARGEST_FP32) & (ours.abs() >= EDGE * FP16.max)
+        sound = torch.isfinite(theirs) & ~(at_edge & (theirs.sign() == ours.sign()))
         finite = finite and _is_finite_where(sound, ours)
         other = exact.values.get(name) if exact is not None and exact.ran else None
         nearest = theirs if other is None or other.shape != theirs.shape else _nearest_between(ours, theirs, other)
         if theirs.numel():
             values[name] = _differences(ours, nearest, sound, grain=reference.loss_grain if name == "loss" else 0.0)
     return Agreement(finite=finite, values=values)
-
-
-def _sound(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
-    """Return where theirs is finite, except where both are at a format's edge, which code uses for -inf."""
-    at_edge = (theirs.abs() >= EDGE * _LARGEST_FP32) & (ours.abs() >= EDGE * FP16.max)
-    return torch.isfinite(theirs) & ~(at_edge & (theirs.sign() == ours.sign()))
 
 
 def _is_finite_where(sound: torch.Tensor, values: torch.Tensor) -> bool:

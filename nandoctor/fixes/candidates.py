@@ -49,8 +49,8 @@ def propose(findings: Findings, trials: Trials) -> Iterator[Candidate]:
     leads = distinct_leads(findings.conclusion, trials.step.model)
     if findings.verdict == "state":
         buffers = dict(trials.step.model.named_buffers()).keys() - trials.step.built.keys()
-        broken = [name for name, is_broken in list_nonfinite_state(trials.step.model).items() if is_broken]
-        names = tuple(name for name in broken if name in buffers)
+        state = list_nonfinite_state(trials.step.model)
+        names = tuple(name for name, is_broken in state.items() if is_broken and name in buffers)
         yield (ResetBuffers(names=names),) if names else ()
     if findings.verdict == "input":
         yield from _unread(findings.trace, trials)
@@ -262,18 +262,13 @@ def vary_settings(trials: Trials, guilty: tuple[int, ...], *, verified: bool) ->
     for flag in () if verified and mode.training else (True, False):
         if (outcome := trials.varied(training=flag, seed=own_seed).look()) is not None:
             yield Counterfactual(group="mode", setting=StepSetting(training=flag), outcome=outcome)
-    for setting, samples in _selections(guilty, step.call.batch_size):
+    others = tuple(sample for sample in range(step.call.batch_size or 0) if sample not in guilty)
+    selections = [(StepSetting(only=guilty), guilty)] if guilty and others else []
+    if selections and len(guilty) < MAX_SAMPLES_LISTED:  # otherwise there may be more of them
+        selections.append((StepSetting(without=guilty), others))
+    for setting, samples in selections:
         if (outcome := trials.look(KeepSamples(samples=samples))) is not None:
             yield Counterfactual(group="samples", setting=setting, outcome=outcome)
-
-
-def _selections(guilty: tuple[int, ...], num_samples: int | None) -> Iterator[tuple[StepSetting, tuple[int, ...]]]:
-    """Yield the samples to blame alone, then all others, each as a setting and as the samples that are kept."""
-    if not guilty or num_samples is None or len(guilty) >= num_samples:
-        return
-    yield StepSetting(only=guilty), guilty
-    if len(guilty) < MAX_SAMPLES_LISTED:  # otherwise there may be more of them
-        yield StepSetting(without=guilty), tuple(i for i in range(num_samples) if i not in guilty)
 
 
 def widens(edit: SingleEdit, op: OpCall) -> bool:

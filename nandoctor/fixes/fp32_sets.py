@@ -19,7 +19,7 @@ Kept = tuple[KeepModule, ...]
 
 
 def search_fp32_sets(
-    findings: Findings, trials: Trials, *, is_fix: Callable[[Kept], bool] = lambda _: False
+    findings: Findings, trials: Trials, *, is_fix: Callable[[Kept], bool]
 ) -> tuple[Fp32SetSearch, list[Kept]]:
     """Search for minimal sets of modules in fp32; a spent budget ends the search early.
 
@@ -31,7 +31,9 @@ def search_fp32_sets(
     alone = tuple(member for member in members if member.module in products)
     if alone and is_fix(alone):
         return Fp32SetSearch(sets=(_recorded(alone),), complete=True), [alone]
-    guesses = _guess(members, products, findings)
+    # The modules to blame; also those whose products overflow.
+    blamed = {lead.site.module for lead in findings.conclusion.suspects}
+    guesses = [[member for member in members if member.module in guess] for guess in (blamed, blamed | products)]
 
     def is_enough(kept: Kept) -> bool:
         return products.issubset(member.module for member in kept) and trials.passes(*kept)
@@ -39,8 +41,7 @@ def search_fp32_sets(
     found: list[Kept] = []
     complete = True
     try:
-        enough = guesses[0] and is_enough(tuple(guesses[0]))
-        for kept in find_minimal_sets(members, is_enough, guesses=guesses[:1] if enough else guesses):
+        for kept in find_minimal_sets(members, is_enough, guesses=guesses):
             is_fix(kept)
             found.append(kept)
             if products:
@@ -52,12 +53,6 @@ def search_fp32_sets(
 
 def _recorded(kept: Kept) -> Fp32Set:
     return Fp32Set(modules=tuple(Fp32Module(module=member.module, children=member.children) for member in kept))
-
-
-def _guess(members: list[KeepModule], products: set[str], findings: Findings) -> list[list[KeepModule]]:
-    """Return guesses: the modules to blame; also those whose products overflow."""
-    blamed = {lead.site.module for lead in findings.conclusion.suspects}
-    return [[member for member in members if member.module in guess] for guess in (blamed, blamed | products)]
 
 
 def _find_members(findings: Findings, *, has_loss: bool) -> list[KeepModule]:
@@ -110,24 +105,19 @@ def find_minimal_sets(
         start = next((start for start in starts if start and holds(start)), ())
         if not (start or number or (left and holds(left))):
             return
-        found = minimise(start or left, holds)
+        start = start or left
+        needed = set(_needed(start, holds))
+        found = tuple(member for member in start if member in needed)
+        found = found if holds(found) else start  # where more members hurt, what is needed may not hold by itself
         yield tuple(member for member in members if member in found)
         left = tuple(member for member in left if member not in found)
 
 
-def minimise(members: Sequence[T], holds: Callable[[tuple[T, ...]], bool]) -> tuple[T, ...]:
-    """Return a set that holds, without needless members, in the order of `members`; these must hold together.
-
-    If more members never hurt, k of n are found with about 2 k log2(n / k) tests (QuickXplain: Junker, 2004). If they
-    do, what is found may not hold, and all members are returned.
-    """
-    found = set(_needed(tuple(members), holds))
-    kept = tuple(member for member in members if member in found)
-    return kept if holds(kept) else tuple(members)
-
-
 def _needed(members: tuple[T, ...], holds: Callable[[tuple[T, ...]], bool], known: tuple[T, ...] = ()) -> tuple[T, ...]:
-    """Return the members that are needed besides `known`, which is not enough by itself."""
+    """Return the members that are needed besides `known`, which is not enough by itself.
+
+    If more members never hurt, k of n are found with about 2 k log2(n / k) tests (QuickXplain: Junker, 2004).
+    """
     if len(members) == 1:
         return members
     first, second = members[: len(members) // 2], members[len(members) // 2 :]

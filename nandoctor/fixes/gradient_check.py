@@ -72,13 +72,8 @@ class GradientCheck:
 
     def run(self, change: Change) -> tuple[Result, float | None]:
         """Run the step at the largest scale at which its gradients are finite; that scale is None if there is none."""
-        made = None
-        for scale in self._scales(change):
-            made = self._trials.run(*at_scale(change, scale))
-            if made.gradients_finite or not made.values_finite:
-                return made, scale if made.gradients_finite else None
-        assert made is not None
-        return made, None
+        made, scale = _run_at_first(self._trials, change, self._scales(change))
+        return made, scale if made.gradients_finite else None
 
     def judge_loss(self, made: Result) -> Said:
         """Check that the loss of a run is finite, and not a huge number that only the change produces."""
@@ -100,18 +95,17 @@ class GradientCheck:
 
     def judge(self, change: Change, made: Result, scale: float | None) -> Said:
         """Check that the gradients of a run with `change` are finite, and within 10 % of fp32's."""
-        of = "a made-up loss" if self._trials.step.loss is surrogate_loss else "the loss"
+        of, scales = "a made-up loss" if self._trials.step.loss is surrogate_loss else "the loss", self._scales(change)
         if not made.gradients:
             return Said("not-checked", "no weight has a gradient")
         if scale is None:
-            return Said("failed", f"gradients of {of} are not finite at loss scale {number(min(self._scales(change)))}")
+            return Said("failed", f"gradients of {of} are not finite at loss scale {number(min(scales))}")
         if (made_up := self.tell_made_up(made)) is not None:
             return Said("failed", f"gradients of {of}: {made_up}")
-        told, aside = f"gradients of {of} finite at loss scale {number(scale)}", ""
-        highest = max(self._scales(change))
+        told, aside, highest = f"gradients of {of} finite at loss scale {number(scale)}", "", max(scales)
         # The next larger scale counts: a change that needs a still lower one is not excused by an overflow that
         # happens without the failure at the highest.
-        larger = min((tried for tried in self._scales(change) if tried > scale), default=scale)
+        larger = min((tried for tried in scales if tried > scale), default=scale)
         excused = scale < larger and self._overflows_anyway(larger)
         if excused:
             aside = f"; at {number(larger)} those of a sound step overflow too"
@@ -121,11 +115,11 @@ class GradientCheck:
         needed = min(_LEAST_SCALE, highest) if self._own_scale is None else highest
         if scale < needed and not excused:
             return Said("failed", told + aside)
-        references = self._references(change, made)
-        error, allowed, name = _nearest(references, made, grain=FP16.smallest_subnormal / scale)
+        grain = FP16.smallest_subnormal / scale
+        error, allowed, name = _nearest(self._references(change, made), made, grain=grain)
         told += _describe_error(error, allowed, name)
-        is_taught = error or made.gradient_norm
-        told += "" if is_taught else " (all are 0, so the model learns nothing from this batch)"
+        if not (error or made.gradient_norm):
+            told += " (all are 0, so the model learns nothing from this batch)"
         if error is None or error <= allowed:
             return Said("passed", told + aside)
         replaces = f"the gradients are {percent(error)} off the formula's" if self._trials.numerics else ""
@@ -234,11 +228,18 @@ def run_lowered(trials: Trials, change: Change, scale: float | None) -> tuple[Re
     """Run another batch at the loss scale, or where its gradients need it at a lower one, which is returned as well."""
     highest = scale or 1.0
     known = trials.step.mode.loss_scale or highest
-    for lowered in dict.fromkeys((highest, min(highest, known, _LOWERED), min(highest / _HALVINGS, known, _LOWEST))):
-        made = trials.run(*at_scale(change, lowered))
+    scales = dict.fromkeys((highest, min(highest, known, _LOWERED), min(highest / _HALVINGS, known, _LOWEST)))
+    made, lowered = _run_at_first(trials, change, scales)
+    return made, lowered if lowered < highest else None
+
+
+def _run_at_first(trials: Trials, change: Change, scales: Iterable[float]) -> tuple[Result, float]:
+    """Run the step at the first loss scale at which its gradients are finite, or its values are not; else the last."""
+    for scale in scales:
+        made = trials.run(*at_scale(change, scale))
         if made.gradients_finite or not made.values_finite:
             break
-    return made, lowered if lowered < highest else None
+    return made, scale
 
 
 def scale_set_by(change: Change) -> float | None:

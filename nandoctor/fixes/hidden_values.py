@@ -18,6 +18,7 @@ from nandoctor.diagnosis.origin import trace_back
 from nandoctor.diagnosis.run_summary import outputs_differ
 from nandoctor.diagnosis.verdict import judge, name_op
 from nandoctor.engine.call import Batch
+from nandoctor.engine.module_state import known_tensors
 from nandoctor.engine.runner import CLOSELY, FailingStep, Watch
 from nandoctor.errors import LossError, ModelError
 from nandoctor.evidence.report import Reproduction
@@ -46,7 +47,8 @@ def look_for_hidden(step: FailingStep, findings: Findings) -> Findings:
     """
     if findings.ops and not _may_hide(findings.ops, findings.trace):
         return findings
-    return replace(findings, gaps=(*findings.gaps, *_find_hidden(step, excused_by_fp32=True)))
+    hidden = find_hidden(step, excused_by_fp32=True)
+    return findings if hidden is None else replace(findings, gaps=(*findings.gaps, hidden))
 
 
 def diagnose_buffers(step: FailingStep, findings: Findings) -> Findings:
@@ -69,8 +71,7 @@ def diagnose_buffers(step: FailingStep, findings: Findings) -> Findings:
 
 
 def _buffers(step: FailingStep, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    held = (*step.model.named_buffers(), *step.model.named_parameters())
-    return {name: tensor for name, tensor in held if name in names}
+    return {name: tensor for _, name, tensor in known_tensors(step.model, {}) if name in names}
 
 
 def _are_read_later(step: FailingStep, names: Sequence[str]) -> bool:
@@ -96,36 +97,31 @@ def _are_read_later(step: FailingStep, names: Sequence[str]) -> bool:
     return False
 
 
-def describe_hidden(step: FailingStep) -> str | None:
-    """Describe NaN or Inf that a step makes, and that its finite output does not show; None if there is none.
+def find_hidden(step: FailingStep, *, excused_by_fp32: bool) -> Gap | None:
+    """Return the gap for the first NaN or Inf that a finite output does not show, and that nothing in the code intends.
 
-    What gives fp32's output in this batch may not in another.
+    What gives fp32's output in this batch may not in another, so that this excuses no change.
     """
-    return next((gap.text for gap in _find_hidden(step, excused_by_fp32=False)), None)
-
-
-def _find_hidden(step: FailingStep, *, excused_by_fp32: bool) -> Iterator[Gap]:
-    """Yield the gap for the first hidden value that nothing in the code intends."""
     exposed = _expose(step)
     with suppress(LossError, ModelError):  # a step that ran once may not run under the closer watch
         trace = exposed.run(watch=CLOSELY).trace
         if trace.blinded is not None or trace.raised is not None:  # the step ran while nobody watched its operations
-            yield _UNTRACED
-            return
+            return _UNTRACED
         is_finite = all(stats.finite for stats in _results(trace))
         hidden = [*_list_hidden(trace)] if is_finite and _may_hide(trace.ops, trace) else []
         if not hidden or (_LEFT.isdisjoint(taker for _, taker in hidden) and _are_harmless(step)):
-            return
+            return None
         reference = exposed.run(REFERENCE, CLOSELY).trace
         is_as_fp32 = excused_by_fp32 and not outputs_differ(_results(trace), _results(reference))
         found = (_find_unmeant(order, taker, trace, reference, is_as_fp32=is_as_fp32) for order, taker in hidden)
         if (what := next(filter(None, found), None)) is not None:
-            yield Gap(
+            return Gap(
                 text=f"The output is finite, but {what} that it does not show. It may have decided what the output is, "
                 "have left torch as a Python or numpy number, or be kept where the step does not read it.",
                 remedy="Guard that operation, or give --call FILE.py:NAME, a function (model, batch) that returns "
                 "what becomes of it.",
             )
+    return None
 
 
 def _may_hide(ops: Sequence[OpCall], trace: Trace) -> bool:

@@ -22,7 +22,7 @@ from nandoctor.changes.clamp import ClampArgument
 from nandoctor.changes.constant import SetArgument
 from nandoctor.changes.guard import GuardArgument
 from nandoctor.changes.running_op import RunningOp
-from nandoctor.engine.module_state import is_large
+from nandoctor.engine.module_state import is_large, known_tensors
 from nandoctor.evidence.edits import Change, Edit, OpSite, SingleEdit, flatten
 from nandoctor.evidence.trace import SourceLine
 from nandoctor.fixes.agreement import TOLERANCE, Result, gradient_error, gradient_errors, reversed_gradient
@@ -34,7 +34,6 @@ from nandoctor.fixes.neighbours import (
     are_numbers,
     forward_beside,
     forward_elsewhere,
-    list_held,
     moves_at,
     pattern_like,
     sides_of,
@@ -261,7 +260,8 @@ class Meaning:
         infinity that became NaN, something is if the number that the `edit` puts shows. Where it is infinite for all of
         them, smaller inputs may show that only float64's range is too small.
         """
-        if self._is_by_hand(edit) and _with_other_numbers(edit) != edit:
+        sources = {site.source for single in flatten((edit,)) for site in single.sites}
+        if sources and self.by_hand.issuperset(sources) and _with_other_numbers(edit) != edit:
             return "a number is put into a hand-written backward, and what that should give is not known"
         if not self.trials.numerics or not made.values:
             return None
@@ -308,11 +308,6 @@ class Meaning:
         name = next((name for name, off in errors.items() if off > TOLERANCE), None)
         return f"the gradient of `{name}` depends on the number that is put" if name is not None else None
 
-    def _is_by_hand(self, edit: Edit) -> bool:
-        """Return True if an edit changes nothing but what a hand-written backward computes."""
-        sources = {site.source for single in flatten((edit,)) for site in single.sites}
-        return bool(sources) and self.by_hand.issuperset(sources)
-
     def _place(self, name: str, values: torch.Tensor, worst: int) -> str:
         if name.startswith(_LEFT):
             return f"`{name.removeprefix(_LEFT)}` is left as"
@@ -357,8 +352,8 @@ class Meaning:
 
     def _numbers(self, names: Set[str]) -> dict[str, torch.Tensor]:
         """Return the tensors of these names, in the model or the batch, that hold numbers."""
-        held = (*list_held(self.trials.step.model), *self.trials.step.call.batch.items())
-        return {name: value.detach() for name, value in held if name in names and are_numbers(value)}
+        held = known_tensors(self.trials.step.model, self.trials.step.call.batch)
+        return {name: value.detach() for _, name, value in held if name in names and are_numbers(value)}
 
     def _run_beside(
         self, size: float, direction: Tensors | None = None, sites: Set[OpSite] = frozenset(), way: Way = WAYS[0]

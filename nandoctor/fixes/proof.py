@@ -39,7 +39,7 @@ from nandoctor.fixes.agreement import (
     unlike_state,
 )
 from nandoctor.fixes.gradient_check import GradientCheck, Said, in_bf16, run_lowered
-from nandoctor.fixes.hidden_values import describe_hidden
+from nandoctor.fixes.hidden_values import find_hidden
 from nandoctor.fixes.meaning import ROUNDING_IN_64, VISIBLE, Meaning
 from nandoctor.fixes.variations import OTHER_SEED, VARIATIONS, OtherBatches, with_step_before
 from nandoctor.fixes.verify import GRADIENT_TOLERANCE, Judgement, Trials
@@ -87,7 +87,14 @@ class Verifier:
         return self._verified[key]
 
     def _verify(self, written: WrittenChange, edit: Edit) -> tuple[Judgement, tuple[Check, ...]]:
-        proof, checks, replaces = self._run(written, edit), list[Check](), list[str]()
+        change = written.change if written.change is not None else edit
+        self.trials.sound_reference((change,))  # with it known, a change that fails needs no backward pass
+        made, scale = self.gradients.run(change)
+        judgement = self.trials.assess(made, (change,))
+        proof = Proof(
+            verifier=self, written=written, edit=edit, change=change, made=made, scale=scale, judgement=judgement
+        )
+        checks, replaces, outcome = list[Check](), list[str](), judgement.outcome
         for name, judge in CRITERIA:
             said = judge(proof)
             if said is None:
@@ -95,19 +102,9 @@ class Verifier:
             checks.append(Check(name=name, status=said.status, text=said.text, samples=said.samples))
             replaces += [said.replaces] if said.replaces else []
             if said.status == "failed" and not said.replaces:
-                return Judgement(outcome=proof.judgement.outcome, passes=False), tuple(checks)
+                return Judgement(outcome=outcome, passes=False), tuple(checks)
         workaround = replaces[0] if replaces else None
-        return Judgement(outcome=proof.judgement.outcome, passes=not replaces, workaround=workaround), tuple(checks)
-
-    def _run(self, written: WrittenChange, edit: Edit) -> Proof:
-        """Run the step with the written change at the largest loss scale at which its gradients are finite."""
-        change = written.change if written.change is not None else edit
-        self.trials.sound_reference((change,))  # with it known, a change that fails needs no backward pass
-        made, scale = self.gradients.run(change)
-        judgement = self.trials.assess(made, (change,))
-        return Proof(
-            verifier=self, written=written, edit=edit, change=change, made=made, scale=scale, judgement=judgement
-        )
+        return Judgement(outcome=outcome, passes=not replaces, workaround=workaround), tuple(checks)
 
     @cached_property
     def fp32_error(self) -> float | None:
@@ -463,17 +460,13 @@ def _run_on(proof: Proof, varied: Trials | None) -> Said:
         return Said("not-checked", "the step has no such variation")
     made, lowered = run_lowered(varied, proof.change, proof.scale)
     if made.finite:
-        made_up = proof.verifier.gradients.tell_made_up(made)
-        told = _describe_finite(made, lowered)
-        return Said("passed", told) if made_up is None else Said("failed", f"gradients are {made_up}")
+        if (made_up := proof.verifier.gradients.tell_made_up(made)) is not None:
+            return Said("failed", f"gradients are {made_up}")
+        # There may be no gradients, and a made-up loss has no value.
+        parts = ["output", *(["loss"] if "loss" in made.values else []), *(["gradients"] if made.gradients else [])]
+        at = "" if lowered is None else f", at loss scale {number(lowered)}"
+        return Said("passed", f"{join_words(parts)} finite{at}")
     return _excuse(proof.trials, made, varied.reference())
-
-
-def _describe_finite(made: Result, lowered: float | None) -> str:
-    """Describe what was finite; there may be no gradients, and a made-up loss has no value."""
-    parts = ["output", *(["loss"] if "loss" in made.values else []), *(["gradients"] if made.gradients else [])]
-    at = "" if lowered is None else f", at loss scale {number(lowered)}"
-    return f"{join_words(parts)} finite{at}"
 
 
 def _excuse(trials: Trials, made: Result, reference: Result) -> Said:
@@ -517,8 +510,8 @@ def _judge_hidden(proof: Proof) -> Said | None:
     """Refuse a change whose output depends on a NaN or Inf that became an ordinary value."""
     if not proof.made.may_hide:
         return None
-    hidden = describe_hidden(replace(proof.trials.step, changes=(proof.change,)))
-    return None if hidden is None else Said("failed", hidden[0].lower() + hidden[1:].rstrip("."))
+    hidden = find_hidden(replace(proof.trials.step, changes=(proof.change,)), excused_by_fp32=False)
+    return None if hidden is None else Said("failed", hidden.text[0].lower() + hidden.text[1:].rstrip("."))
 
 
 CRITERIA: tuple[tuple[str, Callable[[Proof], Said | None]], ...] = (

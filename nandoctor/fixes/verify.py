@@ -144,8 +144,7 @@ class Trials:
             return None
         if not made.values_finite and (made.has_nan or not self._writes_infinities):
             return TrialOutcome(finite=False, max_rel_err=None)
-        samples = tuple(edit for edit in _key(edits) if isinstance(edit, KeepSamples))
-        reference = self.reference(*samples)
+        reference = self.reference(*_selections(edits))
         comparison = compare_runs(made, reference)
         finite = comparison.finite and gradients_finite(made, reference) and (made.finite or not self.numerics)
         return TrialOutcome(finite=finite, max_rel_err=comparison.max_rel_err if finite else None)
@@ -319,7 +318,7 @@ class Trials:
             return self._with_meant(self._run(edits, policy), edits, policy)
         except LossError as error:
             # A loss that cannot be computed proves nothing about the change: it may not fit another batch or mode.
-            if self._is_own_step and not selects(edits):
+            if self._is_own_step and not _selections(edits):
                 if not edits:
                     raise
                 # The reference raises too, if the change is not the reason why the loss cannot be computed.
@@ -366,14 +365,14 @@ class Trials:
         has_loss = self.step.loss is not None and self.step.loss is not surrogate_loss
         if made.values_finite or not has_loss or not (infinities := made.infinities):
             return made
-        samples = tuple(edit for edit in _key(edits) if isinstance(edit, KeepSamples))
+        samples = _selections(edits)
         is_reference = policy is not None and len(samples) == len(_key(edits))
         return replace(made, meant=infinities if is_reference else self.reference(*samples).meant)
 
     def _may_pass(self, edits: tuple[Change, ...], output: Any, loss: torch.Tensor) -> bool:
         """Return False if output and loss are known to fail already, so that no backward pass is needed."""
         sound = self._references.get(frozenset())
-        if self.numerics or not edits or sound is None or selects(edits):
+        if self.numerics or not edits or sound is None or _selections(edits):
             return True
         return compare_runs(Result(values=values_of(output, loss), gradients={}, ran=True), sound).finite
 
@@ -388,9 +387,9 @@ def _failed(made: Result) -> Judgement:
     return Judgement(outcome=TrialOutcome(finite=False, max_rel_err=None, ran=made.ran), passes=False)
 
 
-def selects(edits: Iterable[Change]) -> bool:
-    """Return True if samples are taken out of the batch."""
-    return any(isinstance(edit, KeepSamples) for edit in _key(edits))
+def _selections(edits: Iterable[Change]) -> tuple[KeepSamples, ...]:
+    """Return the edits that take samples out of the batch."""
+    return tuple(edit for edit in _key(edits) if isinstance(edit, KeepSamples))
 
 
 def _key(changes: Iterable[Change]) -> frozenset[Change]:

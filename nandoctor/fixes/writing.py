@@ -55,7 +55,11 @@ class ChangeWriter:
         self, model: nn.Module, loss: Any, ops: Sequence[OpCall], inside: Sequence[OpCall] = (), *, device: str = "cuda"
     ) -> None:
         self._model, self._device = model, device
-        self._low = {path for path, module in model.named_modules() if _is_low(module)}
+        self._low = {
+            path
+            for path, module in model.named_modules()
+            if any(weight.is_floating_point() and weight.element_size() == 2 for weight in module.parameters())
+        }
         names_in = partial(_known_names, model=model, loss=loss)
         self._source = SourceWriter(ops, replace(_TORCH, device=device), names_in, inside=inside)
 
@@ -74,7 +78,10 @@ class ChangeWriter:
                 at_edge=self._source.probe(singles, to_edges),
                 past_bound=self._source.probe(singles, past_bound),
             )
-        if (settings := _settings_of(singles, FixSettings(device=self._device))) is not None:
+        settings: FixSettings | None = FixSettings(device=self._device)
+        for single in singles:
+            settings = single.set_in(settings) if settings is not None else None
+        if settings is not None:
             yield WrittenChange(kind="setting", title=title, text="", settings=settings)
         if (snippet := self._snippet(singles)) is not None:
             yield WrittenChange(kind=snippet.kind, title=title, text=snippet.text, change=snippet)
@@ -95,16 +102,6 @@ def _known_names(file: str, model: nn.Module, loss: Any) -> frozenset[str]:
     """Return the names of modules and classes that code without a file can use: another cell may have imported them."""
     space = next((function.__globals__ for function in reachable(file, model, loss)), {})
     return frozenset(name for name, value in space.items() if isinstance(value, ModuleType | type))
-
-
-def _is_low(module: nn.Module) -> bool:
-    return any(tensor.is_floating_point() and tensor.element_size() == 2 for tensor in module.parameters())
-
-
-def _settings_of(edits: Sequence[SingleEdit], settings: FixSettings | None) -> FixSettings | None:
-    for edit in edits:
-        settings = edit.set_in(settings) if settings is not None else None
-    return settings
 
 
 def write_title(edit: Edit, places: Mapping[SingleEdit, Set[object]] | None = None) -> str:
