@@ -69,7 +69,7 @@ def main() -> None:
         budget = TrialBudget()
         trials = Trials(step, budget, numerics=False)
         started = time.perf_counter()
-        first, *others = find_minimal_sets(members, lambda kept, t=trials: t.passes(*kept), guesses=guesses)
+        first, *others = find_minimal_sets(members, lambda kept, t=trials: t.judge(*kept).passes, guesses=guesses)
         elapsed_s = time.perf_counter() - started
         bound = 4 * len(first) * math.log2(len(members))
         print(

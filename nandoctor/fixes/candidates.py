@@ -84,7 +84,7 @@ def _in_fp32(lead: Suspect, findings: Findings, trials: Trials) -> Iterator[Cand
     rounded = ((kept,) for kept in _rounded_before(lead, findings))
     for candidate in dict.fromkeys((*_op_in_fp32(lead, trials.step.model), *rounded)):
         yield candidate
-        if trials.passes(*candidate):
+        if trials.judge(*candidate).passes:
             return
 
 

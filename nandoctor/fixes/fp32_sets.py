@@ -36,7 +36,7 @@ def search_fp32_sets(
     guesses = [[member for member in members if member.module in guess] for guess in (blamed, blamed | products)]
 
     def is_enough(kept: Kept) -> bool:
-        return products.issubset(member.module for member in kept) and trials.passes(*kept)
+        return products.issubset(member.module for member in kept) and trials.judge(*kept).passes
 
     found: list[Kept] = []
     complete = True
@@ -79,8 +79,8 @@ def refine(kept: Kept, findings: Findings, trials: Trials) -> Edit:
     guesses = [[line for line in lines if line.site in blamed]]
     fewest = None
     with suppress(BudgetSpent):  # the set itself is valid without it
-        sets = find_minimal_sets(lines, lambda chosen: trials.passes(*whole, *chosen), guesses=guesses)
-        fewest = next(sets, None) if lines else None
+        sets = find_minimal_sets(lines, lambda chosen: trials.judge(*whole, *chosen).passes, guesses=guesses)
+        fewest = next(sets, None)
     return join([*whole, *fewest]) if fewest else join(kept)
 
 

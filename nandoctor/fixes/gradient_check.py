@@ -95,14 +95,16 @@ class GradientCheck:
 
     def judge(self, change: Change, made: Result, scale: float | None) -> Said:
         """Check that the gradients of a run with `change` are finite, and within 10 % of fp32's."""
-        of, scales = "a made-up loss" if self._trials.step.loss is surrogate_loss else "the loss", self._scales(change)
+        of = "a made-up loss" if self._trials.step.loss is surrogate_loss else "the loss"
+        scales = self._scales(change)
         if not made.gradients:
             return Said("not-checked", "no weight has a gradient")
         if scale is None:
             return Said("failed", f"gradients of {of} are not finite at loss scale {number(min(scales))}")
         if (made_up := self.tell_made_up(made)) is not None:
             return Said("failed", f"gradients of {of}: {made_up}")
-        told, aside, highest = f"gradients of {of} finite at loss scale {number(scale)}", "", max(scales)
+        told, aside = f"gradients of {of} finite at loss scale {number(scale)}", ""
+        highest = max(scales)
         # The next larger scale counts: a change that needs a still lower one is not excused by an overflow that
         # happens without the failure at the highest.
         larger = min((tried for tried in scales if tried > scale), default=scale)

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
 import torch
@@ -165,13 +165,13 @@ class Meaning:
         """
         if not self.trials.numerics or self.trials.exact().finite or is_large(self.trials.step.model):
             return None
-        beside = self._follow_all(partial(self._run_beside, direction=way) for way in sides_of(self._moved))
-        jointly = self._follow_all(self._beside_jointly())
+        beside = self._follow(partial(self._run_beside, direction=way) for way in sides_of(self._moved))
+        jointly = self._follow(self._beside_jointly())
         values = _agreed([side.values for side in (*beside, *jointly)])
         sides = beside or jointly  # gradients have to agree among the runs in which nothing is moved by hand
         for runs, is_apart in ((self._beside_sources(), False), (self._beside(self.makers), True)):
             if (is_open := self._open(values)) or not values:
-                found = self._follow_all(runs)
+                found = self._follow(runs)
                 moved = {
                     name: torch.where(torch.isnan(value), _GROWS, _OUTSIDE if is_apart else value)
                     for name, value in _agreed([side.values for side in found]).items()
@@ -295,7 +295,7 @@ class Meaning:
             replaced = (off > TOLERANCE * _largest(tends)) & torch.isfinite(ours) & ~torch.isfinite(itself)
             if bool(replaced.any()):
                 worst = int(torch.where(replaced, off, 0.0).argmax())
-                return f"{self._place(name, ours, worst)} {_describe_at(worst, (ours, tends, itself))}"
+                return self._describe_at(worst, name, (ours, tends, itself))
         return None
 
     def _describe_shown(self, edit: Edit) -> str | None:
@@ -308,13 +308,21 @@ class Meaning:
         name = next((name for name, off in errors.items() if off > TOLERANCE), None)
         return f"the gradient of `{name}` depends on the number that is put" if name is not None else None
 
-    def _place(self, name: str, values: torch.Tensor, worst: int) -> str:
+    def _describe_at(self, place: int, name: str, values: tuple[torch.Tensor, ...]) -> str:
+        """Describe an element of a value of a run beside the limit there and what the formula itself gives."""
+        made = values[0]
+        given, tends, gives = (float(one.flatten()[place]) for one in values)
         if name.startswith(_LEFT):
-            return f"`{name.removeprefix(_LEFT)}` is left as"
-        if name == "loss" or not values.dim():
-            return f"the {'loss' if name == 'loss' else 'output'} is"
-        kind = "sample" if len(values) == self.trials.step.call.sample_count else "row"
-        return f"{kind} {worst // max(values[0].numel(), 1)} gets"
+            what = f"`{name.removeprefix(_LEFT)}` is left as"
+        elif name == "loss" or not made.dim():
+            what = f"the {'loss' if name == 'loss' else 'output'} is"
+        else:
+            kind = "sample" if len(made) == self.trials.step.call.sample_count else "row"
+            what = f"{kind} {place // max(made[0].numel(), 1)} gets"
+        formula = f"gives {'+' if gives > 0 else '-'}Inf"
+        formula = "gives NaN, and no limit was found" if math.isnan(gives) else formula
+        formula = f"tends to {number(tends)}" if math.isfinite(tends) else formula
+        return f"{what} {number(given)} where the formula {formula}"
 
     @cached_property
     def is_lacking(self) -> bool:
@@ -395,21 +403,18 @@ class Meaning:
         found = {name: (value == _OUTSIDE) & torch.isnan(itself) for name, value, itself in pairs}
         return found if any(bool(places.any()) for places in found.values()) else {}
 
-    def _follow_all(self, sides: Iterable[Callable[[float], Result]]) -> list[Result]:
-        return [followed for run in sides if (followed := self._follow(run)) is not None]
-
-    def _follow(self, run: Callable[[float], Result]) -> Result | None:
-        """Return the limit from one side, or what stands in its place; None if the step cannot be run there."""
-        runs = list[Result]()
-        for size in _STEPS:
-            runs.append(run(size))
-            if not runs[-1].ran:
-                return None
-        exact = self.trials.exact()
-        names = _common([exact, *runs] if exact.values else runs, "values")
-        values = {name: _extrapolate([run.values[name] for run in runs]) for name in names}
-        gradients = {name: _extrapolate([run.gradients[name] for run in runs]) for name in _common(runs, "gradients")}
-        return Result(values=values, gradients=gradients, ran=True)
+    def _follow(self, sides: Iterable[Callable[[float], Result]]) -> list[Result]:
+        """Return the limit, or what stands in its place, from each of the sides from which the step can be run."""
+        found, exact = list[Result](), self.trials.exact()
+        for run in sides:
+            runs = [*takewhile(lambda made: made.ran, map(run, _STEPS))]
+            if len(runs) == len(_STEPS):
+                names = _common([exact, *runs] if exact.values else runs, "values")
+                values = {name: _extrapolate([made.values[name] for made in runs]) for name in names}
+                names = _common(runs, "gradients")
+                gradients = {name: _extrapolate([made.gradients[name] for made in runs]) for name in names}
+                found.append(Result(values=values, gradients=gradients, ran=True))
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -475,15 +480,6 @@ def _largest(values: torch.Tensor) -> torch.Tensor:
     overall = sizes.amax().clamp(min=torch.finfo(torch.float32).tiny) if values.numel() else sizes.sum()
     own = sizes.flatten(1).amax(1).view(-1, *[1] * (values.dim() - 1)) if values.dim() > 1 and len(sizes) else overall
     return torch.where(own > 1e-12 * overall, own, overall)  # rounding may leave as much of 0
-
-
-def _describe_at(place: int, values: tuple[torch.Tensor, ...]) -> str:
-    """Describe an element of a run beside the limit there and what the formula itself gives."""
-    given, tends, gives = (float(one.flatten()[place]) for one in values)
-    formula = f"gives {'+' if gives > 0 else '-'}Inf"
-    formula = "gives NaN, and no limit was found" if math.isnan(gives) else formula
-    formula = f"tends to {number(tends)}" if math.isfinite(tends) else formula
-    return f"{number(given)} where the formula {formula}"
 
 
 def _describe_gradients(made: Result, meant: Result) -> str | None:

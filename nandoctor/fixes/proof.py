@@ -278,19 +278,20 @@ def _misdirected_in_fp32(proof: Proof, meant: Result) -> Iterator[tuple[str, flo
 
 def _judge_limit(proof: Proof) -> Said | None:
     """Refuse a change that gives a number which is not the limit of the formula at a point where it has no value."""
+    meaning, trials = proof.verifier.meaning, proof.trials
+    lost = ", and ".join(_list_replaced(proof.edit))
     if proof.written.kind == "state":
-        lost = ", and ".join(_list_replaced(proof.edit))
         return Said("failed", lost, replaces=lost) if lost else None
-    is_singular = proof.trials.numerics and not proof.trials.exact().finite
-    sentence = proof.verifier.meaning.describe_replaced(proof.change, proof.made, proof.edit)
+    is_singular = trials.numerics and not trials.exact().finite
+    sentence = meaning.describe_replaced(proof.change, proof.made, proof.edit)
     if sentence is None and is_singular:
-        sentence = ", and ".join(_list_replaced(proof.edit)) or _describe_diluted(proof)
+        sentence = lost or _describe_diluted(proof)
+    if sentence is None and meaning.has_limit:
+        guards = (it for it in flatten((proof.edit,)) if isinstance(it, GuardArgument))
+        sentence = next(filter(None, map(meaning.describe_alone, guards)), None)
     if sentence is not None:
         return Said("failed", sentence, replaces=sentence)
-    if proof.verifier.meaning.has_limit:
-        for guard in (it for it in flatten((proof.edit,)) if isinstance(it, GuardArgument)):
-            if (alone := proof.verifier.meaning.describe_alone(guard)) is not None:
-                return Said("failed", alone, replaces=alone)
+    if meaning.has_limit:
         return Said("passed", "the change gives the formula's limit")
     return Said("not-checked", "no limit of the formula was found") if is_singular else None
 

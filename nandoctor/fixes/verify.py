@@ -156,10 +156,6 @@ class Trials:
             self._judgements[key] = self._judge(edits)
         return self._judgements[key]
 
-    def passes(self, *edits: Change) -> bool:
-        """Return True if the step with these edits is finite and agrees with fp32; raises BudgetSpent like `judge`."""
-        return self.judge(*edits).passes
-
     def note(self, edit: Change, judgement: Judgement) -> None:
         """Record the judgement of the text that is printed for an edit as that of the edit."""
         self._judgements[_key((edit,))] = judgement

@@ -37,9 +37,9 @@ def first_site(step, op):
 def test_nothing_is_run_twice():
     step = make_residual(empty_row=True)
     trials, unchanged, kept = make_trials(step), UseFormat(format=step.low), KeepModule(module="", children=False)
-    first = trials.look(unchanged), trials.passes(kept)
+    first = trials.look(unchanged), trials.judge(kept).passes
     runs = trials.budget.num_run
-    assert (trials.look(unchanged), trials.passes(kept), trials.budget.num_run) == (*first, runs)
+    assert (trials.look(unchanged), trials.judge(kept).passes, trials.budget.num_run) == (*first, runs)
 
 
 @pytest.mark.slow
@@ -65,19 +65,19 @@ def test_what_fp32_itself_is_unsure_of_need_not_agree():
     trials = make_trials(step)
     assert not trials.judge().outcome.finite
     edit = SetArgument(site=first_site(step, "add"), argument="other", was=1e-8, value=1e-4)
-    assert trials.passes(edit)
+    assert trials.judge(edit).passes
 
 
 def test_numerics_is_judged_against_fp32_with_the_same_change():
     step = make_step(Returns(torch.log), torch.tensor([[0.0, 1.0, 1e-3]]))
     site = first_site(step, "log")
     trials = make_trials(step, numerics=True)
-    assert trials.passes(ClampArgument(site=site, argument="self", low=1e-6))
+    assert trials.judge(ClampArgument(site=site, argument="self", low=1e-6)).passes
     blunt = trials.judge(ClampArgument(site=site, argument="self", low=0.5))  # changes the log of 1e-3, which was fine
     assert blunt.outcome.finite
     assert not blunt.passes
-    assert not trials.passes(KeepModule(module=""))
-    assert not trials.passes(UseFormat(format=BF16))
+    assert not trials.judge(KeepModule(module="")).passes
+    assert not trials.judge(UseFormat(format=BF16)).passes
     assert math.isfinite(blunt.outcome.max_rel_err)
 
 
