@@ -345,7 +345,6 @@ class _Search:
         return found
 
     def _notify(self) -> None:
-        """Notify the progress listener of the runs."""
         self._step.progress.searched(self._budget.num_run, self._budget.max_trials)
 
     def _try(self, candidate: Candidate) -> list[Fix]:

@@ -314,13 +314,11 @@ class Trials:
             return self._with_meant(self._run(edits, policy), edits, policy)
         except LossError as error:
             # A loss that cannot be computed proves nothing about the change: it may not fit another batch or mode.
-            if self._is_own_step and not _selections(edits):
-                if not edits:
-                    raise
-                # The reference raises too, if the change is not the reason why the loss cannot be computed.
-                if not self.reference().ran and is_wrong_call(error):
-                    raise  # unchanged, the NaN stops the loss before it needs what the dump lacks
-                return keep(None)
+            is_own = self._is_own_step and not _selections(edits)
+            # The reference raises too, if the change is not the reason why the loss cannot be computed: unchanged, the
+            # NaN stops the loss before it needs what the dump lacks.
+            if is_own and (not edits or (not self.reference().ran and is_wrong_call(error))):
+                raise
             if self.step.loss is surrogate_loss and self.backward:
                 self.backward = False  # the output depends on no trained weight
                 return self._execute(edits, policy)
@@ -330,7 +328,6 @@ class Trials:
             return keep(None)  # a changed model may not run at all
 
     def _run(self, edits: tuple[Change, ...], policy: Policy | None) -> Result:
-        """Run the step once."""
         seen: list[bool] = []
 
         def look(_: object, call: Invocation, proceed: Proceed) -> Any:
