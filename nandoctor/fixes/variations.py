@@ -39,8 +39,9 @@ def _with_noise(value: torch.Tensor) -> torch.Tensor:
 
 def scaled(call: Call, names: frozenset[str], factor: float) -> Call | None:
     """Multiply the named arrays' real numbers by a factor, but not flags of 0 and 1; None if there is nothing else."""
-    flags = {name for name, value in call.batch.items() if is_dense(value) and is_flags(value)}
-    return _changed(call, names - flags, lambda value: value * factor)
+    given = {name: call.batch[name] for name in names & call.batch.keys()}
+    measured = frozenset(name for name, value in given.items() if is_dense(value) and not is_flags(value))
+    return _changed(call, measured, lambda value: value * factor)
 
 
 def _changed(call: Call, names: frozenset[str], change: Callable[[torch.Tensor], torch.Tensor]) -> Call | None:
