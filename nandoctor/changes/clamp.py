@@ -161,18 +161,17 @@ def _argument_in_words(op: str, argument: str) -> str:
 
 def _others_like(source: SourceWriter, expression: Expression, name: str) -> Iterator[Expression]:
     """Yield the statement's other calls of the same function: another batch may be on the edge there."""
-    change, ops = expression.editor, source.ops
-    tree, seen = change.tree, {expression.node}
+    tree, seen = expression.editor.tree, {expression.node}
     place = tree.statement_of(expression.node) or tree.scope_of(expression.node)
-    for op in source.ops if not isinstance(place, (*FUNCTIONS, ast.Module)) else ():
-        node = change.find(op.source) if op.op == name and op.source is not None else None
-        if node is None or node in seen or (tree.statement_of(node) or tree.scope_of(node)) is not place:
+    ops = [op for op in source.ops if op.op == name] if not isinstance(place, (*FUNCTIONS, ast.Module)) else []
+    for node, op in expression.editor.calls(ops):
+        if node in seen or (tree.statement_of(node) or tree.scope_of(node)) is not place:
             continue
         seen.add(node)
         if isinstance(node, ast.Call) and name_called(node).rstrip("_") != name:
             continue  # another function calls the op, and its arguments may be anything
-        if not _is_kept_off_zero(op, ops):
-            yield Expression(change, node, op)
+        if not _is_kept_off_zero(op, source.ops):
+            yield Expression(expression.editor, node, op)
 
 
 def _is_kept_off_zero(op: OpCall, ops: Sequence[OpCall]) -> bool:

@@ -212,9 +212,9 @@ def _statement_at(source: SourceWriter, line: SourceLine) -> ast.stmt:
 
 def _has_branch_not_run(source: SourceWriter, line: SourceLine, statement: ast.stmt) -> bool:
     """Return True if a branch of a conditional expression, `and` or `or` calls something, but no op of the trace."""
-    tree = source.file(line.file).tree
-    places = {op.source for op in source.ops if op.source is not None and op.source.file == line.file}
-    nodes = {tree.find(place) for place in places if statement.lineno <= place.line <= (statement.end_lineno or 0)}
+    end = statement.end_lineno or 0
+    here = (op for op in source.ops if op.source is not None and statement.lineno <= op.source.line <= end)
+    nodes = {node for node, _ in source.file(line.file).calls(here)}
     branches = list[ast.expr]()
     for node in ast.walk(statement):
         branches += [node.body, node.orelse] if isinstance(node, ast.IfExp) else []
@@ -232,8 +232,8 @@ def _widen_names(
     """
     change = source.file(line.file)
     tree = change.tree
-    sources = ((op, op.source) for op in source.ops if op.source is not None and op.source.whole == line)
-    called = [Expression(change, node, op) for op, place in sources if (node := tree.find(place)) is not None]
+    of_line = (op for op in source.ops if op.source is not None and op.source.whole == line)
+    called = [Expression(change, node, op) for node, op in change.calls(of_line)]
     without = {item.node for item in called} - {item.node for item in called if item.taken}
     found = _tensors_read(called, items=method == "double") | set(_module_arguments(statement, without))
     names = {node for node in found if tree.code(node) not in wide}

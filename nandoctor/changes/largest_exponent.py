@@ -93,8 +93,7 @@ def _check_reads(expression: Expression, ops: Sequence[OpCall]) -> None:
     """Raise CannotWriteError if powers, or what is made of them but their shares, are read where no traced op did."""
     editor, tree = expression.editor, expression.editor.tree
     forward = [op for op in ops if op.phase != "backward" and op.forward is None]
-    found = {op.order: editor.find(op.source) for op in forward if op.source is not None}
-    nodes: dict[int, ast.AST] = {order: node for order, node in found.items() if node is not None}
+    nodes: dict[int, ast.AST] = {op.order: node for node, op in editor.calls(forward)}
     made_here = (order for order, node in nodes.items() if node is expression.node)
     # The exponents of the common factor: 0 for a share.
     degrees: dict[int | None, int] = {order: 1 for order in made_here if ops[order].op == expression.op_name}
@@ -107,10 +106,10 @@ def _check_reads(expression: Expression, ops: Sequence[OpCall]) -> None:
     waiting = list(dict.fromkeys(node for order, node in nodes.items() if degrees.get(order)))
     for node in waiting:  # it grows meanwhile
         match _statement_taking(node, {*nodes.values()}, tree):
-            case ast.Assign(targets=[ast.Name(id=bound)], value=value):
-                below, value_of = ast.walk(tree.function_of(node) or tree.module), Definitions(editor, node).value_of
+            case ast.Assign(targets=[ast.Name(id=bound)]) as assignment:
+                below, definitions = ast.walk(tree.function_of(node) or tree.module), Definitions(editor, node)
                 names = (it for it in below if isinstance(it, ast.Name) and isinstance(it.ctx, ast.Load))
-                read = [it for it in names if it.id == bound and value_of(it) in (None, value)]
+                read = [it for it in names if it.id == bound and definitions.assignment_of(it) in (None, assignment)]
                 waiting += [name for name in read if name not in waiting]
             case ast.stmt():
                 raise CannotWriteError
@@ -139,8 +138,8 @@ def _largest_of_groups(expression: Expression, logits: str, ops: Sequence[OpCall
     """Return the text of the largest exponent of each group of powers in a sum, for each of its members."""
     editor, place, power = expression.editor, expression.node, expression.op
     takers = descendants(ops, power.order, _STEPS) if power is not None else ()
-    scatter = next((op for op in takers if op.op in _SCATTERS), None)
-    node, definitions = editor.find(scatter.source) if scatter and scatter.source else None, Definitions(editor, place)
+    scatters, definitions = [op for op in takers if op.op in _SCATTERS], Definitions(editor, place)
+    node, scatter = next(editor.calls(scatters[:1]), (None, None))
     if power is None or scatter is None or node is None or not definitions.has(node, editor):
         raise CannotWriteError
     added = Expression(editor, node, scatter)

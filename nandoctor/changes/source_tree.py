@@ -117,6 +117,7 @@ class SourceTree:
         lines = self.data.splitlines(keepends=True)  # of bytes: a form feed ends no line, for Python neither
         self._starts = [0, *accumulate(map(len, lines))]
         self._parents = dict(_parents_below(self.module))
+        self._found: dict[SourceLine, ast.expr | ast.AugAssign | None] = {}
 
     @cached_property
     def newline(self) -> str:
@@ -131,10 +132,8 @@ class SourceTree:
         return next((blanks for body in bodies if body and (blanks := self.indent_of(body[0]))), " " * 4)
 
     def span(self, node: ast.AST) -> tuple[int, int]:
-        """Return the offsets of a node's first byte and of the byte behind its last; a parameter is its name alone."""
+        """Return the offsets of a node's first byte and of the byte behind its last."""
         start = self._offset(node.lineno, node.col_offset)  # type: ignore[attr-defined]
-        if isinstance(node, ast.arg):
-            return start, start + len(node.arg.encode())
         return start, self._offset(node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
 
     def outer_span(self, node: ast.AST) -> tuple[int, int]:
@@ -172,13 +171,16 @@ class SourceTree:
 
         A call of a method begins, for the trace, at the method's name if that stands on another line.
         """
+        if source in self._found:
+            return self._found[source]
         if source.column is None or source.end_column is None or source.end_line is None:
             return None
         if source.end_line >= len(self._starts):
             return None
         start, end = self._offset(source.line, source.column), self._offset(source.end_line, source.end_column)
         holding = [(last - first, node) for first, last, node in self._expressions if first <= start and end <= last]
-        return min(holding, key=lambda found: found[0], default=(0, None))[1]
+        self._found[source] = min(holding, key=lambda found: found[0], default=(0, None))[1]
+        return self._found[source]
 
     @cached_property
     def _expressions(self) -> list[tuple[int, int, ast.expr | ast.AugAssign]]:

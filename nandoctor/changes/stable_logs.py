@@ -88,7 +88,11 @@ class LogSpace:
         self._change, self._tree = change, change.tree
         self._ops = ops
         self._definitions = Definitions(change, node)
-        self._calls = dict(self._definitions.calls(ops))
+        own = (op for op in ops if op.forward is None)  # those of a derivative are at the line of its function
+        # The last op of each expression: autocast's casts come before it.
+        self._calls: dict[ast.AST, OpCall] = {
+            item: op for item, op in change.calls(own) if self._definitions.has(item, change)
+        }
         self._place: ast.AST = node
         self._hoisted: dict[ast.AST, tuple[str, str]] = {}
         self._sources: set[ast.AST] = set()
