@@ -36,7 +36,6 @@ class SetArgument(SingleEdit):
 
     @property
     def title(self) -> str:
-        """The new number and the old one."""
         new = "the lowest number of its format" if self.value is None else constant(self.value)
         what = "an eps of " if self.value is not None and 0 < self.was <= LARGEST_EPS else ""
         return f"Use {what}{new} instead of {constant(self.was)} in {place_of(self.site) or self.site.op}"
@@ -47,7 +46,6 @@ class SetArgument(SingleEdit):
         return "a quotient by 0 has no value, and becomes its numerator" if self.was == 0 else ""
 
     def run(self, op: RunningOp) -> Any:
-        """Run the op with the new number."""
         was = op.number(self.argument)
         if was is None or not math.isclose(was, self.was, rel_tol=_CLOSE):
             return op.run()
@@ -89,14 +87,11 @@ class SetFlag(SingleEdit):
 
     @property
     def title(self) -> str:
-        """The call with the flag."""
         return f"Call {self.site.op} with {self.argument}=True{in_place(self.site)}"
 
     def run(self, op: RunningOp) -> Any:
-        """Run the op with the flag."""
         return op.run(**{self.argument: True})
 
     def write(self, source: SourceWriter) -> None:
-        """Add the keyword to the call."""
         expression = source.open(self.site)
         expression.editor.replace(expression.node, expression.with_keyword(self.argument, "True"))

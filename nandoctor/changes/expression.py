@@ -135,11 +135,6 @@ class Expression:
         comma = ", " * bool(self.node.args or self.node.keywords)
         return call if end is None else f"{call[: end.start()]}{comma}{name}={value}{end[0]}"
 
-    def is_whole(self, statement: ast.stmt) -> bool:
-        """Return True if the statement only assigns, returns or evaluates the expression."""
-        is_plain = isinstance(statement, ast.Assign | ast.AnnAssign | ast.Return | ast.Expr)
-        return is_plain and getattr(statement, "value", None) is self.node
-
     def widened(self) -> str:
         """Return the expression with its tensors cast to fp32; for an operator one is enough, since torch promotes."""
         tensors = list(self.tensors())

@@ -41,7 +41,6 @@ class GuardArgument(SingleEdit):
 
     @property
     def title(self) -> str:
-        """What the op is given, and where."""
         ends = {"above": self.low, "below": self.high}
         bounds = [f"{side} {constant(end)}" for side, end in ends.items() if end is not None]
         where = f"is not {' and '.join(bounds)}" if bounds else "is 0"
@@ -52,11 +51,9 @@ class GuardArgument(SingleEdit):
 
     @property
     def edges(self) -> tuple[float, ...]:
-        """The edges of the domain that are guarded."""
         return edges_kept_off(self.site.op, self.argument, self.low, self.high)
 
     def run(self, op: RunningOp) -> Any:
-        """Run the op on safe values, and put 0 where they are."""
         given = op.argument(self.argument)
         if not is_tensor(given):
             return op.run()
@@ -71,7 +68,6 @@ class GuardArgument(SingleEdit):
         return self.argument != "" and not has_out
 
     def write(self, source: SourceWriter) -> None:
-        """Write the same with `torch.where`."""
         expression = source.open(self.site)
         source.places[self] = {expression.node}
         argument = expression.argument_node(self.argument)

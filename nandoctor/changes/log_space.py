@@ -27,13 +27,11 @@ class StableLog(SingleEdit):
 
     @property
     def title(self) -> str:
-        """What is computed in log space, and where."""
         site = self.site
         what = "the quotient" if site.op in DIVISIONS else "the logarithm"
         return f"Compute {what} in {place_of(site) or site.op} in log space"
 
     def write(self, source: SourceWriter) -> None:
-        """Write the stable form."""
         expression = source.open(self.site)
         space = LogSpace(expression.editor, expression.node, source.ops)
         if self.site.op in DIVISIONS:

@@ -194,19 +194,16 @@ class LogSpace:
     def _log_of(self, node: ast.expr) -> _Log | None:
         """Return the logarithm of an expression, None if no better form of it is known."""
         node = self._definitions.resolved(node)
-        if isinstance(node, ast.Attribute) and node.attr == "probs" and self._takes_softmax():
-            return _Log(text=f"{self._change.code(node.value)}.logits")  # of one of torch's distributions
+        if isinstance(node, ast.Attribute) and node.attr == "probs":  # of one of torch's distributions
+            taken = self._calls[self._place].inputs[0]
+            if any(op.op == "softmax" for op in ancestors(self._ops, taken, _STEPS, through=_MOVES)):
+                return _Log(text=f"{self._change.code(node.value)}.logits")
         name, expression = self._named_op(node)
         if name in self._forms:
             return self._forms[name](expression)
         if name in _MOVES_AND_CASTS:
             return self._moved(node, name, expression, self._log_of)
         return self._of_operator(node, name) if isinstance(node, ast.BinOp) else None
-
-    def _takes_softmax(self) -> bool:
-        """Return True if the logarithm takes the result of a softmax, at most moved."""
-        taken = self._calls[self._place].inputs[0]
-        return any(op.op == "softmax" for op in ancestors(self._ops, taken, _STEPS, through=_MOVES))
 
     @cached_property
     def _forms(self) -> Mapping[str, Callable[[Expression], _Log | None]]:
@@ -325,11 +322,16 @@ class LogSpace:
         if not any(better):
             return None
         sides = zip(better, (node.left, node.right), strict=True)
-        left, right = (log or _log_of_number(side) or self._log_of_positive(side, node) for log, side in sides)
+        left, right = (log or self._log_of_positive(side, node) for log, side in sides)
         return None if left is None or right is None else (left, right)
 
     def _log_of_positive(self, side: ast.expr, node: ast.BinOp) -> _Log | None:
-        """Return the plain logarithm of an operand that no batch can make 0 or negative, or that is a mask of flags."""
+        """Return the logarithm of a positive number, or the plain one of an operand that no batch makes 0 or negative.
+
+        Or that of a mask of flags. Another number may be negative in the next batch.
+        """
+        if (number := number_in(side)) is not None:
+            return _Log(text="0" if number == 1 else f"{math.log(number):.8g}") if number > 0 else None
         call = self._calls.get(node)
         is_first = call is not None and operands(node, call.op)[0] is side
         taken = call.find_input("self" if is_first else "other") if call is not None else None
@@ -401,14 +403,6 @@ class LogSpace:
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             name = node.func.attr if node.func.attr in _MOVES_AND_CASTS else ""
         return name, Expression(self._change, node, None, name)
-
-
-def _log_of_number(node: ast.expr) -> _Log | None:
-    """Return the logarithm of a positive number, None for anything else: it may be negative in the next batch."""
-    number = number_in(node)
-    if number is None or number <= 0:
-        return None
-    return _Log(text="0" if number == 1 else f"{math.log(number):.8g}")
 
 
 _POSITIVE = frozenset("exp exp2 softmax sigmoid softplus cosh".split())

@@ -26,7 +26,6 @@ class StableVariance(SingleEdit):
 
     @property
     def title(self) -> str:
-        """What is computed from the distances to the mean, and where."""
         return f"Compute the variance from the distances to the mean{in_place(self.site)}"
 
     def write(self, source: SourceWriter) -> None:
