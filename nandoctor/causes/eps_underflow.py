@@ -64,7 +64,6 @@ _LARGER = (1e-4, 1e-3, 1e-5, 1e-6, 1e-7)
 
 
 def diagnose(finding: Finding) -> Account | None:
-    """Explain an op, or its derivative, that is singular because half precision or fp32 lost a constant before it."""
     singular = finding.forward if isinstance(finding, GradientFinding) else finding.op
     lost = None if singular is None else next(_lost_constants(singular, finding), None)
     if singular is None or lost is None:

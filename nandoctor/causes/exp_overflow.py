@@ -37,7 +37,6 @@ _HIGHEST = (80.0, 20.0, 11.0, 8.0, 5.0)
 
 
 def diagnose(finding: Finding) -> Account | None:
-    """Explain an exponential that does not fit, or an op that overflows because of one."""
     if finding.op.op in EXPONENTIALS and _grows(finding):
         return _explain(finding, finding.op)
     if finding.op.op in PRODUCTS or not finding.overflowed:

@@ -45,7 +45,6 @@ _OF_TWO = frozenset({"atan2", "hypot"})
 
 
 def diagnose(finding: GradientFinding) -> Account | None:
-    """Explain a derivative that no precision can hold, or that is infinite where rounding put the argument."""
     forward = finding.forward
     if forward is None:
         return None

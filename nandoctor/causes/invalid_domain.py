@@ -52,7 +52,6 @@ _NO_FUNCTIONS = REDUCTIONS | MOVES | CASTS | FILLS | PRODUCTS.keys()
 
 
 def diagnose(finding: Finding) -> Account | None:
-    """Explain a function whose argument is outside its domain, or at a pole."""
     outside = outside_domain(finding)
     return _explain_pole(finding) if outside is None else _explain_domain(finding, outside)
 

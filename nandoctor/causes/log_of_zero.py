@@ -49,7 +49,6 @@ _PROBABILITIES = {"softmax": "F.log_softmax", "sigmoid": "F.logsigmoid", "exp": 
 
 
 def diagnose(finding: Finding | OutsideTensor) -> Account | None:
-    """Explain a logarithm whose argument is zero, in the op itself or inside a loss by construction."""
     if isinstance(finding, OutsideTensor):
         counts = finding.stats.counts
         return _explain_written(counts.num_neginf) if counts is not None and counts.kinds == ("-inf",) else None

@@ -39,7 +39,6 @@ _VERY_NEGATIVE = -1e4
 
 
 def diagnose(finding: Finding | OutsideTensor) -> Account | None:
-    """Explain a fill or addition that turns a large negative constant into -inf, or a constant that is -inf already."""
     if isinstance(finding, OutsideTensor):
         return None if finding.in_fp32 is None else _explain_constant(finding.in_fp32, finding.stats)
     if finding.op.op not in _OPS or finding.analysis.kinds not in (("-inf",), ("nan",), ("nan", "-inf")):

@@ -43,7 +43,6 @@ PHASES = ("backward",)
 
 
 def diagnose(finding: GradientFinding) -> Account | None:
-    """Explain a singular op whose value a later selection discards at the very elements."""
     selection = finding.discarded_by
     if finding.forward is None or selection is None or "nan" not in finding.analysis.kinds:
         return None

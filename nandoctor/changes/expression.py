@@ -26,8 +26,8 @@ OPERATORS: Mapping[type, str] = {
 }
 """The ops that operators between tensors call."""
 _LOW_NAMES = frozenset({"half", "float16", "bfloat16"})
-_REFLECTED = frozenset({"reciprocal", "rsub"})
-"""The ops that `1 / x` and `1 - x` call: their first argument is the right operand."""
+REFLECTED: Mapping[type, str] = {ast.Sub: "rsub", ast.Div: "reciprocal"}
+"""The ops that `1 - x` and `1 / x` call: their first argument is the right operand."""
 _COMMUTES = frozenset({"add", "mul"})
 """Ops that `2 * x` calls with the right operand first, too."""
 _SECOND = frozenset({"other", "exponent", "target", "tensor2", "mat2", "vec2"})
@@ -217,7 +217,8 @@ def operands(node: ast.BinOp, op: str, call: OpCall | None = None) -> tuple[ast.
     """
     is_alone = call is not None and len(call.inputs) == 1 and not isinstance(node.right, ast.Attribute | ast.Constant)
     is_number = number_in(node.left) is not None or (is_alone and isinstance(node.left, ast.Attribute))
-    return (node.right, node.left) if op in _REFLECTED or (op in _COMMUTES and is_number) else (node.left, node.right)
+    is_swapped = op in REFLECTED.values() or (op in _COMMUTES and is_number)
+    return (node.right, node.left) if is_swapped else (node.left, node.right)
 
 
 def root_of(node: ast.expr) -> ast.expr | None:

@@ -248,8 +248,12 @@ class SourceTree:
     @cached_property
     def imported_names(self) -> dict[str, bool]:
         """The names that the file's own imports bind, and the `known` ones; True if every function can use them."""
-        found = sorted(_imported(self.module), key=lambda item: item[1])
-        return dict(found) | dict.fromkeys(self._known, True)
+        found = dict.fromkeys(self._known, True)
+        for node in self._parents:
+            for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
+                name = (alias.asname or alias.name).partition(".")[0]
+                found[name] = found.get(name, False) or self.function_of(node) is None
+        return found
 
 
 @lru_cache(maxsize=4)
@@ -284,11 +288,3 @@ def name_called(node: ast.AST | None) -> str:
         case ast.Call(func=ast.Attribute(attr=name)) | ast.Call(func=ast.Name(id=name)):
             return name
     return ""
-
-
-def _imported(root: ast.AST, *, is_global: bool = True) -> Iterator[tuple[str, bool]]:
-    """Yield the names that import statements bind, each with True if it stands in no function."""
-    for node in ast.iter_child_nodes(root):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield from (((alias.asname or alias.name).partition(".")[0], is_global) for alias in node.names)
-        yield from _imported(node, is_global=is_global and not isinstance(node, FUNCTIONS))
