@@ -30,8 +30,8 @@ from nandoctor.causes.base import (
 from nandoctor.causes.log_space import stable_forms, stable_variances
 from nandoctor.causes.sentences import argument, subject
 from nandoctor.changes.constant import SetArgument
+from nandoctor.changes.log_space import is_nonnegative
 from nandoctor.changes.places import singular_inputs, site_of
-from nandoctor.changes.stable_logs import is_nonnegative
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import OpCall, OpTensor
 from nandoctor.ops import CASTS, DIVISIONS, DOMAINS, NORMALISATIONS
