@@ -384,8 +384,7 @@ def guard_candidate(op: OpCall, *, edge: float | None = None) -> tuple[GuardArgu
     if domain is not None:
         ends = (domain.low, domain.high)
         low, high = (end if math.isfinite(end) and edge in (None, end) else None for end in ends)
-        safe = domain.low + 1 if math.isinf(domain.high) else sum(ends) / 2
-        return (GuardArgument(site=site_of(op), argument=domain.argument, low=low, high=high, safe=safe),)
+        return (GuardArgument(site=site_of(op), argument=domain.argument, low=low, high=high, safe=domain.inside),)
     names = SINGULAR_INPUTS.get(op.op, ()) if op.op in DIVISIONS else ()
     return tuple(GuardArgument(site=site_of(op), argument=name, safe=1.0) for name in names[:1])
 

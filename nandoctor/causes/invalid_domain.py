@@ -112,8 +112,7 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
     op, domain = finding.op, DOMAINS.get(finding.op.op)
     yield from stable_variances(op, finding.ops)
     if domain is not None:
-        inside = domain.low + 1 if math.isinf(domain.high) else (domain.low + domain.high) / 2
-        yield from mask_candidates(op, domain.argument, finding.ops, safe=inside)
+        yield from mask_candidates(op, domain.argument, finding.ops, safe=domain.inside)
     yield clamp_into_domain(op)
 
 

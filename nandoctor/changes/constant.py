@@ -15,8 +15,6 @@ from nandoctor.evidence.edits import OpSite, SingleEdit, kind_of_change
 from nandoctor.evidence.formats import LARGEST_EPS
 from nandoctor.text import constant
 
-_CLOSE = 1e-6
-
 
 @kind_of_change
 class SetArgument(SingleEdit):
@@ -47,7 +45,7 @@ class SetArgument(SingleEdit):
 
     def run(self, op: RunningOp) -> Any:
         was = op.number(self.argument)
-        if was is None or not math.isclose(was, self.was, rel_tol=_CLOSE):
+        if was is None or not math.isclose(was, self.was, rel_tol=1e-6):
             return op.run()
         return op.run(**{self.argument: op.lowest() if self.value is None else self.value})
 

@@ -27,7 +27,7 @@ HAS_EFFECTS = (ast.Call, ast.NamedExpr, ast.Await)
 """Expressions that may have side effects, so they must not be evaluated twice."""
 Texts = Mapping[ast.AST, str]
 """New texts by the nodes that they stand for."""
-_NO_TEXTS: Texts = MappingProxyType({})
+NO_TEXTS: Texts = MappingProxyType({})
 _HOLDS_ANY = (ast.Assign, ast.AnnAssign, ast.Call, ast.keyword, ast.Expr, ast.Return)
 """Nodes in which an expression of any kind needs no parentheses."""
 
@@ -81,7 +81,7 @@ class Editor:
             if node is not None:
                 yield node, op
 
-    def code(self, node: ast.AST, texts: Texts = _NO_TEXTS) -> str:
+    def code(self, node: ast.AST, texts: Texts = NO_TEXTS) -> str:
         """Return the source of a node as changed so far, without the parentheses around it.
 
         `texts` replace nodes inside it, including the parentheses around these.

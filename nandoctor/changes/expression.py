@@ -8,9 +8,8 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from types import MappingProxyType
 
-from nandoctor.changes.editor import Editor, Texts
+from nandoctor.changes.editor import NO_TEXTS, Editor, Texts
 from nandoctor.changes.source_tree import CannotWriteError, name_called
 from nandoctor.evidence.trace import OpCall, OpTensor
 from nandoctor.ops import MOVES, PRODUCTS
@@ -123,7 +122,7 @@ class Expression:
         code = self.editor.code
         return [f"{keyword}={code(value)}" if keyword else code(value) for keyword, value in self.arguments[1:]]
 
-    def with_keyword(self, name: str, value: str, texts: Texts = MappingProxyType({})) -> str:
+    def with_keyword(self, name: str, value: str, texts: Texts = NO_TEXTS) -> str:
         """Return the call with a value for a keyword, which comes last if it is new; `texts` replace arguments."""
         if not isinstance(self.node, ast.Call):
             raise CannotWriteError

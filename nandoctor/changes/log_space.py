@@ -155,7 +155,6 @@ class _LogSpace:
 
     def write_ratio(self, node: ast.AST) -> None:
         """Write a quotient as exp of a difference, and take out the assignments that are unread then."""
-        self._place = node
         quotient = Expression(self._change, node, self._calls.get(node), "div")
         is_call = name_called(node) in _DIVIDES and len(quotient.texts_after_first()) == 1  # a third one rounds
         if not (is_call or (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div))):
