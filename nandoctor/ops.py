@@ -115,7 +115,6 @@ def num_terms(op: str, taken: Arguments) -> int | None:
 
 
 _ADDED_TO = _names("addmm _addmm_activation addmv addr baddbmm addbmm")
-_SHAPED_AS = _names("expand_as view_as reshape_as type_as")
 _ONLY_WRITTEN = _names(
     """copy fill zero normal uniform exponential full_like zeros_like ones_like rand_like randn_like randint_like
     new_full new_zeros new_ones"""
@@ -127,7 +126,7 @@ def unread_inputs(name: str, arguments: Arguments) -> tuple[str, ...]:
 
     With a `beta` of 0 this includes the tensor that a product is added to.
     """
-    if name in _SHAPED_AS:
+    if name in ("expand_as", "view_as", "reshape_as", "type_as"):
         return ("other",)
     is_unread = name in _ONLY_WRITTEN or (name in _ADDED_TO and arguments.get("beta", 1) == 0)
     return ("self",) if is_unread else ()

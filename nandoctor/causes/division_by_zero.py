@@ -17,17 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import (
-    OFF_ZERO,
-    Candidate,
-    Finding,
-    find_zeros_behind,
-    guard_candidate,
-    is_whole_power,
-    off_zero_candidate,
-    outside_domain,
-)
-from nandoctor.causes.log_space import stable_forms, stable_variances
+from nandoctor.causes.base import Candidate, Finding, find_zeros_behind, is_whole_power, outside_domain
+from nandoctor.causes.candidates import OFF_ZERO, guard_candidate, off_zero_candidate, stable_forms, stable_variances
 from nandoctor.causes.sentences import argument, subject
 from nandoctor.changes.constant import SetArgument
 from nandoctor.changes.log_space import is_nonnegative

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import Candidate, Finding, clamp_candidate, mask_candidates
-from nandoctor.causes.log_space import stable_forms
+from nandoctor.causes.base import Candidate, Finding
+from nandoctor.causes.candidates import clamp_candidate, mask_candidates, stable_forms
 from nandoctor.causes.sentences import explain_overflow
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import OpCall

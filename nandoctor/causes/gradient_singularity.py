@@ -21,15 +21,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import (
-    Candidate,
-    GradientFinding,
-    gradient_evidence,
-    guard_candidate,
-    off_edge_candidates,
-    off_zero_candidate,
-    singular_edge,
-)
+from nandoctor.causes.base import Candidate, GradientFinding, gradient_evidence, singular_edge
+from nandoctor.causes.candidates import guard_candidate, off_edge_candidates, off_zero_candidate
 from nandoctor.causes.invalid_domain import clamp_into_domain
 from nandoctor.causes.sentences import operand, subject
 from nandoctor.changes.places import singular_inputs

@@ -27,13 +27,12 @@ from nandoctor.causes.base import (
     Candidate,
     Finding,
     GradientFinding,
-    clamp_candidate,
     feeds_product,
-    finite_candidate,
     gradient_evidence,
     singular_edge,
     writes_infinity,
 )
+from nandoctor.causes.candidates import clamp_candidate, finite_candidate
 from nandoctor.causes.sentences import subject
 from nandoctor.changes.constant import SetArgument
 from nandoctor.changes.places import ancestors, site_of

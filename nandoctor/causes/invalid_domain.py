@@ -24,16 +24,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from nandoctor.causes.base import (
-    Candidate,
-    Finding,
-    clamp_candidate,
-    is_whole_power,
-    mask_candidates,
-    off_zero_candidate,
-    outside_domain,
-)
-from nandoctor.causes.log_space import stable_variances
+from nandoctor.causes.base import Candidate, Finding, is_whole_power, outside_domain
+from nandoctor.causes.candidates import clamp_candidate, mask_candidates, off_zero_candidate, stable_variances
 from nandoctor.causes.sentences import argument, operand, subject
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import OpCall

@@ -21,7 +21,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from nandoctor.causes.base import Candidate, Finding, OutsideTensor, clamp_candidate, only_value
+from nandoctor.causes.base import Candidate, Finding, OutsideTensor, only_value
+from nandoctor.causes.candidates import clamp_candidate
 from nandoctor.causes.sentences import subject
 from nandoctor.changes.constant import SetArgument
 from nandoctor.changes.places import site_of

@@ -20,17 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import (
-    Candidate,
-    GradientFinding,
-    finite_candidate,
-    gradient_evidence,
-    guard_candidate,
-    mask_candidates,
-    singular_edge,
-)
+from nandoctor.causes.base import Candidate, GradientFinding, gradient_evidence, singular_edge
+from nandoctor.causes.candidates import finite_candidate, guard_candidate, mask_candidates, stable_forms
 from nandoctor.causes.invalid_domain import clamp_into_domain
-from nandoctor.causes.log_space import stable_forms
 from nandoctor.causes.sentences import subject
 from nandoctor.changes.clamp import ClampArgument
 from nandoctor.changes.places import site_of
