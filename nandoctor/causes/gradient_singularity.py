@@ -81,7 +81,6 @@ def _explain_rounding(finding: GradientFinding, forward: OpCall, edge: float) ->
 
 
 def suggest(finding: GradientFinding) -> Iterator[Candidate]:
-    """Keep the argument of the forward op off the point where the derivative is infinite."""
     if (forward := finding.forward) is None:
         return
     edge = singular_edge(forward)

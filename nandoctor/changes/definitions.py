@@ -114,7 +114,6 @@ class Definitions:
         return any(self.assignment_of(name) in (None, assignment) for name in same)
 
     def _is_target(self, node: ast.AST) -> bool:
-        """Return True if a name is a target of an assignment."""
         parent = self._tree.parent(node)
         return isinstance(parent, ast.Assign) and node is not parent.value
 

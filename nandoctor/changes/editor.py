@@ -170,7 +170,6 @@ class Editor:
         return offset, offset, f"import torch{self.tree.newline}"
 
     def _expressions(self, without: ast.AST | None = None) -> list[_Region]:
-        """Return the regions of the replaced expressions."""
         replaced = ((node, text) for node, text in self._replaced.items() if node is not without)
         return [self._region(node, self._placed(node, text)) for node, text in replaced]
 
@@ -196,8 +195,9 @@ class Editor:
     def _statement(self, node: ast.stmt, lines: _Lines, expressions: Iterable[_Region]) -> _Region:
         """Return the lines of a statement as they become."""
         start, end = self.tree.lines_of(node)
-        indent, previous = self.tree.indent_of(node), self.tree.previous(node)
-        above = self._lines.get(previous) if previous is not None else None
+        indent, block = self.tree.indent_of(node), self.tree.block_of(node)
+        place = block.index(node)
+        above = self._lines.get(block[place - 1]) if place else None
         is_joined = above is not None and bool(lines.header) and above.header == lines.header
         texts, inside = [*lines.before], indent + self.tree.unit if is_joined else indent
         inner = "" if lines.is_removed else self._written(start, end, expressions)

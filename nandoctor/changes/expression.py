@@ -6,7 +6,7 @@ import ast
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 
 from nandoctor.changes.editor import NO_TEXTS, Editor, Texts
@@ -140,21 +140,15 @@ class Expression:
         if not tensors or self.op is None:
             raise CannotWriteError
         if isinstance(self.node, ast.BinOp | ast.AugAssign) and self.op.op not in PRODUCTS:
-            tensors = [self._promoting(tensors)]
+            # One decides the result's dtype: a 0-dim operand does not promote one with dimensions.
+            # https://docs.pytorch.org/docs/stable/tensor_attributes.html#type-promotion
+            shapes = [tensor.stats.shape for tensor in self.op.inputs if tensor.stats is not None]
+            tensors = [max(zip(tensors, shapes, strict=False), key=lambda taken: bool(taken[1]))[0]]
         if isinstance(self.node, ast.AugAssign):
             target = self.node.target
             made = applied(self.node, self.in_fp32(target), self.editor.operand(self.node.value))
             return f"{self.editor.code(target)} = {made}"
         return self.editor.code(self.node, {value: self.in_fp32(value) for value in tensors})
-
-    def _promoting(self, tensors: Sequence[ast.expr]) -> ast.expr:
-        """Return the operand that decides the result's dtype: a 0-dim one does not promote one with dimensions.
-
-        https://docs.pytorch.org/docs/stable/tensor_attributes.html#type-promotion
-        """
-        assert self.op is not None
-        shapes = [tensor.stats.shape for tensor in self.op.inputs if tensor.stats is not None]
-        return max(zip(tensors, shapes, strict=False), key=lambda taken: bool(taken[1]))[0]
 
     def in_fp32(self, node: ast.expr) -> str:
         """Return the text of a tensor cast to fp32, without the code's own `.half()`."""

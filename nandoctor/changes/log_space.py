@@ -238,7 +238,6 @@ class _LogSpace:
 
     @cached_property
     def _forms(self) -> Mapping[str, Callable[[Expression], _Log | None]]:
-        """The logarithms of what these ops make."""
         return {
             **{name: partial(self._filled, form) for name, form in _LOGS.items()},
             **{name: partial(self._of_terms, name) for name in _OF_TERMS},
@@ -247,7 +246,6 @@ class _LogSpace:
         }
 
     def _of_operator(self, node: ast.BinOp, name: str) -> _Log | None:
-        """Return the logarithm of a product, a quotient, a sum of two, or 1 minus something."""
         if name in ("mul", "div"):
             return self._joined(node, "+" if name == "mul" else "-")
         if name == "add":
@@ -335,7 +333,6 @@ class _LogSpace:
         return _Log(text=texts[name])
 
     def _joined(self, node: ast.BinOp, sign: str) -> _Log | None:
-        """Return the logarithm of a product or a quotient."""
         logs = self._logs_of_sides(node)
         if logs is None:
             return None

@@ -197,12 +197,6 @@ class SourceTree:
         """Return the node directly around another."""
         return self._parents.get(node)
 
-    def previous(self, node: ast.stmt) -> ast.stmt | None:
-        """Return the statement before another one in the same block, None for the first."""
-        block = self.block_of(node)
-        place = block.index(node)
-        return block[place - 1] if place else None
-
     def statement_of(self, node: ast.AST) -> ast.stmt | None:
         """Return the simple statement, alone on its line, that evaluates the expression in each of its runs.
 

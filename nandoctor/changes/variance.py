@@ -29,7 +29,6 @@ class StableVariance(SingleEdit):
         return f"Compute the variance from the distances to the mean{in_place(self.site)}"
 
     def write(self, source: SourceWriter) -> None:
-        """Write the call of `var`, and take out the assignments that are unread then."""
         expression = source.open(self.site)
         editor, node = expression.editor, expression.node
         definitions = Definitions(editor, node)
