@@ -34,14 +34,14 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 34_920, "tests": 29_571, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 34_675, "tests": 29_571, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 3_005,
     "autocast": 757,
     "capture": 2_466,
-    "causes": 2_609,
-    "changes": 3_047,
+    "causes": 2_513,
+    "changes": 2_898,
     "cli": 839,
     "diagnosis": 1_853,
     "dumps": 3_213,

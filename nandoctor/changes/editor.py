@@ -76,8 +76,8 @@ class Editor:
     def calls(self, ops: Iterable[OpCall]) -> Iterator[tuple[ast.expr | ast.AugAssign, OpCall]]:
         """Yield the file's expressions that called ops, each with its op."""
         for op in ops:
-            is_here = op.source is not None and Path(op.source.file) == self.file
-            node = self.tree.find(op.source) if op.source is not None and is_here else None
+            source = op.source
+            node = self.tree.find(source) if source is not None and Path(source.file) == self.file else None
             if node is not None:
                 yield node, op
 
