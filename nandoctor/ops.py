@@ -115,9 +115,6 @@ def num_terms(op: str, taken: Arguments) -> int | None:
 
 
 _ADDED_TO = _names("addmm _addmm_activation addmv addr baddbmm addbmm")
-
-
-_SHAPED_AS = _names("expand_as view_as reshape_as type_as")
 _ONLY_WRITTEN = _names(
     """copy fill zero normal uniform exponential full_like zeros_like ones_like rand_like randn_like randint_like
     new_full new_zeros new_ones"""
@@ -129,7 +126,7 @@ def unread_inputs(name: str, arguments: Arguments) -> tuple[str, ...]:
 
     With a `beta` of 0 this includes the tensor that a product is added to.
     """
-    if name in _SHAPED_AS:
+    if name in ("expand_as", "view_as", "reshape_as", "type_as"):
         return ("other",)
     is_unread = name in _ONLY_WRITTEN or (name in _ADDED_TO and arguments.get("beta", 1) == 0)
     return ("self",) if is_unread else ()
@@ -200,16 +197,19 @@ class Domain:
     is_open: bool = False
     argument: str = "self"
 
+    @property
+    def inside(self) -> float:
+        """An argument that is far from both ends."""
+        return self.low + 1 if math.isinf(self.high) else (self.low + self.high) / 2
 
-_POSITIVE = Domain(low=0.0, high=math.inf)
 
 DOMAINS: Mapping[str, Domain] = {
-    **dict.fromkeys(_names("sqrt rsqrt log log2 log10 pow"), _POSITIVE),
-    **dict.fromkeys(_names("xlogy"), Domain(low=0.0, high=math.inf, argument="other")),
-    **dict.fromkeys(_names("log1p"), Domain(low=-1.0, high=math.inf)),
+    **dict.fromkeys(_names("sqrt rsqrt log log2 log10 pow"), Domain(low=0.0, high=math.inf)),
+    "xlogy": Domain(low=0.0, high=math.inf, argument="other"),
+    "log1p": Domain(low=-1.0, high=math.inf),
     **dict.fromkeys(_names("acos asin"), Domain(low=-1.0, high=1.0)),
-    **dict.fromkeys(_names("acosh"), Domain(low=1.0, high=math.inf)),
-    **dict.fromkeys(_names("logit"), Domain(low=0.0, high=1.0)),
+    "acosh": Domain(low=1.0, high=math.inf),
+    "logit": Domain(low=0.0, high=1.0),
     **dict.fromkeys(_names("atanh erfinv"), Domain(low=-1.0, high=1.0, is_open=True)),
     **dict.fromkeys(_names("lgamma digamma mvlgamma"), Domain(low=0.0, high=math.inf, is_open=True)),
     "batch_norm": Domain(low=0.0, high=math.inf, argument="running_var"),

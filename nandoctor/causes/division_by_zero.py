@@ -17,21 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import (
-    OFF_ZERO,
-    Candidate,
-    Finding,
-    find_zeros_behind,
-    guard_candidate,
-    is_whole_power,
-    off_zero_candidate,
-    outside_domain,
-)
-from nandoctor.causes.log_space import stable_forms, stable_variances
+from nandoctor.causes.base import Candidate, Finding, find_zeros_behind, is_whole_power, outside_domain
+from nandoctor.causes.candidates import OFF_ZERO, guard_candidate, off_zero_candidate, stable_forms, stable_variances
 from nandoctor.causes.sentences import argument, subject
 from nandoctor.changes.constant import SetArgument
+from nandoctor.changes.log_space import is_nonnegative
 from nandoctor.changes.places import singular_inputs, site_of
-from nandoctor.changes.stable_logs import is_nonnegative
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import OpCall, OpTensor
 from nandoctor.ops import CASTS, DIVISIONS, DOMAINS, NORMALISATIONS
@@ -42,7 +33,6 @@ PHASES = ("forward",)
 
 
 def diagnose(finding: Finding) -> Account | None:
-    """Explain a division whose denominator has exact zeros."""
     if finding.overflowed or outside_domain(finding) is not None:
         return None
     if finding.op.op in NORMALISATIONS:
@@ -57,7 +47,11 @@ def diagnose(finding: Finding) -> Account | None:
 
 
 def _explain(finding: Finding, name: str, zeros: int) -> Account:
-    divisor, smallest = argument(finding.op, name), _smallest_in_fp32(finding, name)
+    divisor = argument(finding.op, name)
+    reference = finding.reference_op.find_input(name) if finding.reference_op is not None else None
+    stats = None if reference is None else reference.stats
+    # That in fp32 if rounding made it 0.
+    smallest = stats.min if stats is not None and stats.finite and (stats.min or 0.0) > 0 else None
     in_fp32 = f" (at least {number(smallest)} in fp32)" if smallest is not None else ""
     then = f"; in fp32 none is, and the smallest is {number(smallest)}" if smallest is not None else ""
     found = f"{plural(zeros, 'element')} of {divisor} {are(zeros)} 0{then}"
@@ -69,13 +63,6 @@ def _explain(finding: Finding, name: str, zeros: int) -> Account:
         explanation=f"{finding.op.op} divides by exact zeros: {found}{why}.",
         evidence=(Evidence("num_zero", zeros, f"{divisor} is exactly 0 in {plural(zeros, 'element')}"),),
     )
-
-
-def _smallest_in_fp32(finding: Finding, name: str) -> float | None:
-    """Return the divisor's minimum in fp32, which rounding made 0, or None if it is not above 0."""
-    divisor = finding.reference_op.find_input(name) if finding.reference_op is not None else None
-    stats = None if divisor is None else divisor.stats
-    return stats.min if stats is not None and stats.finite and (stats.min or 0.0) > 0 else None
 
 
 def _explain_norm(finding: Finding) -> Account:

@@ -31,7 +31,6 @@ _WITHOUT_POLES = SUMS | {"mul", "square", "addcmul", "lerp"}
 
 
 def diagnose(finding: Finding) -> Account | None:
-    """Explain any other op whose exact value is finite and does not fit; sums and products may exceed float64 too."""
     if finding.op.op in PRODUCTS or finding.op.op in REDUCTIONS:
         return None
     has_no_pole = finding.op.op in _WITHOUT_POLES and all(math.isfinite(value) for _, value in finding.op.scalars)

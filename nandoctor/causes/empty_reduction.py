@@ -31,7 +31,6 @@ PHASES = ("forward",)
 
 
 def diagnose(finding: Finding) -> Account | None:
-    """Explain a reduction or loss that is NaN although its inputs are finite."""
     op, num_bad = finding.op.op, finding.analysis.num_bad
     if not is_average(op) or finding.had_inf_input or finding.overflowed or finding.analysis.kinds != ("nan",):
         return None

@@ -64,21 +64,25 @@ _LARGER = (1e-4, 1e-3, 1e-5, 1e-6, 1e-7)
 
 
 def diagnose(finding: Finding) -> Account | None:
-    """Explain an op, or its derivative, that is singular because half precision or fp32 lost a constant before it."""
     singular = finding.forward if isinstance(finding, GradientFinding) else finding.op
     lost = None if singular is None else next(_lost_constants(singular, finding), None)
     if singular is None or lost is None:
         return None
-    what, evidence = singular.op, _zeros(finding)
-    if isinstance(finding, GradientFinding):
-        what, evidence = f"the derivative of {singular.op}", gradient_evidence(finding)
-    place, eps, dtype, _ = lost
+    place, eps, dtype, larger = lost
     rounded = dtype.round(eps)
+    if isinstance(finding, GradientFinding):
+        what, then = f"the derivative of {singular.op}", f"the derivative of {subject(singular)} is infinite"
+        evidence = gradient_evidence(finding)
+    else:
+        caller = "the loss" if singular.place.module == LOSS else singular.place.type or "the model"
+        what, then = singular.op, f"{caller} {at_singularity(singular, finding.analysis.kinds)}"
+        evidence = _zeros(finding)
     how = "rounds to zero" if rounded == 0 else "is absorbed by the larger value it is added to"
+    is_lost = "rounds to 0" if rounded == 0 else f"is lost beside {constant(larger)}"
     point = "where it is infinite" if _ends_at_one(singular) else "at exactly 0"
     otherwise = "; in fp32 it is not" if finding.reference_is_finite else ""
     return Account(
-        headline=_headline(finding, singular, lost),
+        headline=f"{constant(eps)} {is_lost} in {dtype}, so {then}",
         explanation=f"{constant(eps)} {how} in {dtype}, so {what} is evaluated {point}{otherwise}.",
         evidence=(
             Evidence("eps", eps, f"the constant is {constant(eps)}, used by {place.op} in {dtype}"),
@@ -97,15 +101,6 @@ class _Lost(NamedTuple):
     eps: float
     dtype: FloatFormat
     larger: float
-
-
-def _headline(finding: Finding, singular: OpCall, found: _Lost) -> str:
-    _, eps, dtype, larger = found
-    lost = "rounds to 0" if dtype.round(eps) == 0 else f"is lost beside {constant(larger)}"
-    if isinstance(finding, GradientFinding):
-        return f"{constant(eps)} {lost} in {dtype}, so the derivative of {subject(singular)} is infinite"
-    caller = "the loss" if singular.place.module == LOSS else singular.place.type or "the model"
-    return f"{constant(eps)} {lost} in {dtype}, so {caller} {at_singularity(singular, finding.analysis.kinds)}"
 
 
 def _lost_constants(singular: OpCall, finding: Finding) -> Iterator[_Lost]:

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import Candidate, Finding, clamp_candidate, mask_candidates
-from nandoctor.causes.log_space import stable_forms
+from nandoctor.causes.base import Candidate, Finding
+from nandoctor.causes.candidates import clamp_candidate, mask_candidates, stable_forms
 from nandoctor.causes.sentences import explain_overflow
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import OpCall
@@ -37,7 +37,6 @@ _HIGHEST = (80.0, 20.0, 11.0, 8.0, 5.0)
 
 
 def diagnose(finding: Finding) -> Account | None:
-    """Explain an exponential that does not fit, or an op that overflows because of one."""
     if finding.op.op in EXPONENTIALS and _grows(finding):
         return _explain(finding, finding.op)
     if finding.op.op in PRODUCTS or not finding.overflowed:

@@ -18,7 +18,7 @@ When it is wrong
 from __future__ import annotations
 
 from nandoctor.causes.base import GradientFinding, gradient_evidence
-from nandoctor.causes.sentences import gradient_at
+from nandoctor.causes.sentences import subject
 from nandoctor.evidence.report import Account
 from nandoctor.text import number
 
@@ -27,13 +27,11 @@ PHASES = ("backward",)
 
 
 def diagnose(finding: GradientFinding) -> Account | None:
-    """Explain a gradient that only fp32 can hold."""
     if not finding.reference_is_finite:
         return None
-    gradient, op = gradient_at(finding.op), finding.op.op
     return Account(
-        headline=f"{gradient[0].upper()}{gradient[1:]} is non-finite in {finding.low} and finite in fp32",
-        explanation=f"The incoming gradient of {op} is finite; the outgoing one is finite in fp32 but not in "
-        f"{finding.low}, which holds at most {number(finding.low.max)}.",
+        headline=f"The gradient through {subject(finding.op)} is non-finite in {finding.low} and finite in fp32",
+        explanation=f"The incoming gradient of {finding.op.op} is finite; the outgoing one is finite in fp32 but not "
+        f"in {finding.low}, which holds at most {number(finding.low.max)}.",
         evidence=gradient_evidence(finding),
     )

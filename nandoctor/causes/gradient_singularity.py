@@ -21,15 +21,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import (
-    Candidate,
-    GradientFinding,
-    gradient_evidence,
-    guard_candidate,
-    off_edge_candidates,
-    off_zero_candidate,
-    singular_edge,
-)
+from nandoctor.causes.base import Candidate, GradientFinding, gradient_evidence, singular_edge
+from nandoctor.causes.candidates import guard_candidate, off_edge_candidates, off_zero_candidate
 from nandoctor.causes.invalid_domain import clamp_into_domain
 from nandoctor.causes.sentences import operand, subject
 from nandoctor.changes.places import singular_inputs
@@ -45,7 +38,6 @@ _OF_TWO = frozenset({"atan2", "hypot"})
 
 
 def diagnose(finding: GradientFinding) -> Account | None:
-    """Explain a derivative that no precision can hold, or that is infinite where rounding put the argument."""
     forward = finding.forward
     if forward is None:
         return None
@@ -89,7 +81,6 @@ def _explain_rounding(finding: GradientFinding, forward: OpCall, edge: float) ->
 
 
 def suggest(finding: GradientFinding) -> Iterator[Candidate]:
-    """Keep the argument of the forward op off the point where the derivative is infinite."""
     if (forward := finding.forward) is None:
         return
     edge = singular_edge(forward)

@@ -27,13 +27,12 @@ from nandoctor.causes.base import (
     Candidate,
     Finding,
     GradientFinding,
-    clamp_candidate,
     feeds_product,
-    finite_candidate,
     gradient_evidence,
     singular_edge,
     writes_infinity,
 )
+from nandoctor.causes.candidates import clamp_candidate, finite_candidate
 from nandoctor.causes.sentences import subject
 from nandoctor.changes.constant import SetArgument
 from nandoctor.changes.places import ancestors, site_of
@@ -49,7 +48,6 @@ _STEPS = 8
 
 
 def diagnose(finding: Finding) -> Account | None:
-    """Explain NaN that was computed from infinities."""
     if isinstance(finding, GradientFinding):
         return _explain_function(finding) if finding.forward is None else _explain_derivative(finding, finding.forward)
     written = [value for _, value in finding.op.scalars if not math.isfinite(value)]
@@ -120,24 +118,14 @@ def _explain_derivative(finding: GradientFinding, forward: OpCall) -> Account | 
 
 
 def _infinite_inputs(finding: GradientFinding) -> tuple[OpTensor, ...]:
-    """Return the forward op's infinite inputs; none if it has a NaN, or is at its singular point."""
+    """Return the forward op's infinite inputs; none if it makes NaN or gets one, or is at its singular point."""
     forward = finding.forward
-    if forward is None or singular_edge(forward) is not None or _meets_nan(forward):
+    if forward is None or singular_edge(forward) is not None:
         return ()
-    return forward.nonfinite_inputs
-
-
-def _meets_nan(op: OpCall) -> bool:
-    """Return True if the op makes NaN, or gets one from outside."""
-    counts = (tensor.stats.counts for tensor in op.inputs if tensor.stats is not None)
-    made = op.analysis is not None and "nan" in op.analysis.kinds
-    return made or any(found.num_nan for found in counts if found is not None)
-
-
-def _writers(finding: Finding) -> Iterator[OpCall]:
-    """Yield the ops behind the operands that wrote the infinities, such as a mask's."""
-    behind = (ancestors(finding.ops, tensor, _STEPS) for tensor in finding.op.nonfinite_inputs)
-    yield from {site_of(op): op for op in chain.from_iterable(behind) if writes_infinity(op)}.values()
+    counts = [tensor.stats.counts for tensor in forward.inputs if tensor.stats is not None]
+    makes_nan = forward.analysis is not None and "nan" in forward.analysis.kinds
+    gets_nan = any(found.num_nan for found in counts if found is not None)
+    return () if makes_nan or gets_nan else forward.nonfinite_inputs
 
 
 def suggest(finding: Finding) -> Iterator[Candidate]:
@@ -147,7 +135,9 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
             assert finding.forward is not None
             yield finite_candidate(finding.forward, tensor)
         return
-    for op in (finding.op, *_writers(finding)):
+    behind = (ancestors(finding.ops, tensor, _STEPS) for tensor in finding.op.nonfinite_inputs)
+    writers = {site_of(op): op for op in chain.from_iterable(behind) if writes_infinity(op)}  # as of a mask
+    for op in (finding.op, *writers.values()):
         for name, value in op.scalars:
             if math.isinf(value):
                 yield tuple(

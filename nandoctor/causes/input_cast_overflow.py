@@ -30,7 +30,6 @@ PHASES = ("forward",)
 
 
 def diagnose(finding: Finding) -> Account | None:
-    """Explain a product or a cast whose input its lower format cannot hold."""
     if finding.op.op not in PRODUCTS and finding.op.op not in CASTS:
         return None
     target = finding.format

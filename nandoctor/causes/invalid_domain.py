@@ -24,16 +24,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from nandoctor.causes.base import (
-    Candidate,
-    Finding,
-    clamp_candidate,
-    is_whole_power,
-    mask_candidates,
-    off_zero_candidate,
-    outside_domain,
-)
-from nandoctor.causes.log_space import stable_variances
+from nandoctor.causes.base import Candidate, Finding, is_whole_power, outside_domain
+from nandoctor.causes.candidates import clamp_candidate, mask_candidates, off_zero_candidate, stable_variances
 from nandoctor.causes.sentences import argument, operand, subject
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.evidence.trace import OpCall
@@ -52,7 +44,6 @@ _NO_FUNCTIONS = REDUCTIONS | MOVES | CASTS | FILLS | PRODUCTS.keys()
 
 
 def diagnose(finding: Finding) -> Account | None:
-    """Explain a function whose argument is outside its domain, or at a pole."""
     outside = outside_domain(finding)
     return _explain_pole(finding) if outside is None else _explain_domain(finding, outside)
 
@@ -113,8 +104,7 @@ def suggest(finding: Finding) -> Iterator[Candidate]:
     op, domain = finding.op, DOMAINS.get(finding.op.op)
     yield from stable_variances(op, finding.ops)
     if domain is not None:
-        inside = domain.low + 1 if math.isinf(domain.high) else (domain.low + domain.high) / 2
-        yield from mask_candidates(op, domain.argument, finding.ops, safe=inside)
+        yield from mask_candidates(op, domain.argument, finding.ops, safe=domain.inside)
     yield clamp_into_domain(op)
 
 

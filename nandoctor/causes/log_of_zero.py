@@ -22,16 +22,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import (
-    Candidate,
-    Finding,
-    OutsideTensor,
-    off_edge_candidates,
-    outside_domain,
-    writes_infinity,
-)
+from nandoctor.causes.base import Candidate, Finding, OutsideTensor, outside_domain, writes_infinity
+from nandoctor.causes.candidates import STABLE_FORM, off_edge_candidates, stable_forms
 from nandoctor.causes.invalid_domain import clamp_into_domain
-from nandoctor.causes.log_space import STABLE_FORM, stable_forms
 from nandoctor.causes.sentences import operand, subject
 from nandoctor.changes.constant import SetFlag
 from nandoctor.changes.places import maker_of, site_of
@@ -49,7 +42,6 @@ _PROBABILITIES = {"softmax": "F.log_softmax", "sigmoid": "F.logsigmoid", "exp": 
 
 
 def diagnose(finding: Finding | OutsideTensor) -> Account | None:
-    """Explain a logarithm whose argument is zero, in the op itself or inside a loss by construction."""
     if isinstance(finding, OutsideTensor):
         counts = finding.stats.counts
         return _explain_written(counts.num_neginf) if counts is not None and counts.kinds == ("-inf",) else None

@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterator
 
 from nandoctor.causes.base import Candidate, GradientFinding, gradient_evidence
-from nandoctor.causes.sentences import gradient_at
+from nandoctor.causes.sentences import subject
 from nandoctor.changes.setting import SetLossScale
 from nandoctor.evidence.report import Account, Evidence
 from nandoctor.text import number
@@ -30,11 +30,10 @@ PHASES = ("backward",)
 
 
 def diagnose(finding: GradientFinding) -> Account | None:
-    """Explain an overflow that is gone at loss scale 1."""
     if finding.excess_scale is None:
         return None
     scale, limit = number(finding.excess_scale), number(finding.low.max)
-    exceeds = f"At a loss scale of {scale} {gradient_at(finding.op)} exceeds"
+    exceeds = f"At a loss scale of {scale} the gradient through {subject(finding.op)} exceeds"
     return Account(
         headline=f"{exceeds} {limit}, the largest number of {finding.low}",
         explanation=f"{exceeds} what {finding.low} holds ({limit}); at scale 1 every gradient is finite, so GradScaler "

@@ -21,7 +21,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from nandoctor.causes.base import Candidate, Finding, OutsideTensor, clamp_candidate, only_value
+from nandoctor.causes.base import Candidate, Finding, OutsideTensor, only_value
+from nandoctor.causes.candidates import clamp_candidate
 from nandoctor.causes.sentences import subject
 from nandoctor.changes.constant import SetArgument
 from nandoctor.changes.places import site_of
@@ -39,7 +40,6 @@ _VERY_NEGATIVE = -1e4
 
 
 def diagnose(finding: Finding | OutsideTensor) -> Account | None:
-    """Explain a fill or addition that turns a large negative constant into -inf, or a constant that is -inf already."""
     if isinstance(finding, OutsideTensor):
         return None if finding.in_fp32 is None else _explain_constant(finding.in_fp32, finding.stats)
     if finding.op.op not in _OPS or finding.analysis.kinds not in (("-inf",), ("nan",), ("nan", "-inf")):

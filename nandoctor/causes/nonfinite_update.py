@@ -32,7 +32,6 @@ PHASES = ("update",)
 
 
 def diagnose(finding: UpdateFinding) -> Account:
-    """Explain an update that left weights non-finite although the gradients were finite."""
     update, made = finding.update, finding.made
     who = update.optimizer or "the training loop itself"
     first, more = next(iter(update.parameters)), len(update.parameters) - 1

@@ -27,7 +27,6 @@ PHASES = ("optimizer",)
 
 
 def diagnose(slot: OptimizerSlot) -> Account | None:
-    """Explain second moments of zero whose eps, the guard of the division, rounds to zero as well."""
     counts, dtype = slot.moment.counts, slot.moment.dtype
     if counts is None or not counts.num_zero or dtype.round(slot.eps) != 0:
         return None

@@ -27,7 +27,6 @@ PHASES = ("buffer",)
 
 
 def diagnose(finding: OutsideTensor) -> Account:
-    """Explain a buffer that is non-finite before anything runs."""
     when = "as the model's own code builds it" if finding.built else "before the forward starts"
     by = " (set by the code that builds the model, not by training)" if finding.built else ""
     return Account(

@@ -25,7 +25,6 @@ PHASES = ("input",)
 
 
 def diagnose(finding: OutsideTensor) -> Account:
-    """Explain an input that is non-finite before anything runs."""
     return Account(
         headline=f"{code(finding.name)} {how_nonfinite(finding.stats)} before any layer reads it",
         explanation=f"The batch's {finding.name} holds non-finite values before any layer reads it.",

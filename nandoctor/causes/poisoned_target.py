@@ -25,7 +25,6 @@ PHASES = ("target",)
 
 
 def diagnose(finding: OutsideTensor) -> Account:
-    """Explain a target that is non-finite before the loss reads it."""
     return Account(
         headline=f"The target {code(finding.name)} {how_nonfinite(finding.stats)}",
         explanation=f"The batch's {finding.name}, which the loss reads, holds non-finite values.",

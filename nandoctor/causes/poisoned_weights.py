@@ -29,7 +29,6 @@ ABSURD = 65504.0
 
 
 def diagnose(finding: OutsideTensor) -> Account | None:
-    """Explain a weight that is non-finite before anything runs, or implausibly large."""
     stats, low, absmax = finding.stats, finding.low, finding.stats.absmax or 0.0
     if stats.finite and absmax <= ABSURD:
         return None

@@ -28,7 +28,6 @@ PHASES = ("forward",)
 
 
 def diagnose(finding: Finding) -> Account | None:
-    """Explain a reduction whose exact value is finite and does not fit."""
     is_past = finding.op.op in SERIAL_PRODUCTS and finding.is_past_float64  # finite terms are so only in a long product
     if finding.op.op not in REDUCTIONS or not (finding.overflowed or is_past):
         return None

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Sequence
 
 from nandoctor.causes.base import Finding
-from nandoctor.changes.expression import OPERATORS, operands
+from nandoctor.changes.expression import OPERATORS, REFLECTED, operands
 from nandoctor.changes.source_tree import name_called
 from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.report import Account, Evidence
@@ -17,8 +17,6 @@ from nandoctor.text import are, code, excess, nonfinite_part, number, part_of
 _CAST_METHODS = frozenset({"to", "half", "bfloat16", "type", "type_as"})
 _BINARY = frozenset(OPERATORS.values()) | {"xlogy"}
 _OPERAND_KEYWORDS = frozenset({None, "input", "self", "other", "exponent"})
-_REFLECTED = {ast.Sub: "rsub", ast.Div: "reciprocal"}
-"""The ops that torch calls if the left operand is a number: 1 - x, 1 / x."""
 
 
 def subject(op: OpCall) -> str:
@@ -26,11 +24,6 @@ def subject(op: OpCall) -> str:
     if op.own_line is not None and op.own_line.expression:
         return code(op.own_line.expression)
     return f"{op.op} in {op.place.in_words}"
-
-
-def gradient_at(op: OpCall) -> str:
-    """Return a phrase for what a backward op made: the gradient through an expression."""
-    return f"the gradient through {subject(op)}"
 
 
 def operand(op: OpCall, name: str) -> str | None:
@@ -76,7 +69,7 @@ def _arguments(statement: ast.stmt, op: str, *, alone: bool) -> dict[str, ast.ex
     if isinstance(node, ast.AugAssign) and op == OPERATORS.get(type(node.op)):
         return {"self": node.target, "other": node.value, "exponent": node.value}
     if isinstance(node, ast.BinOp):
-        if op not in (OPERATORS.get(type(node.op)), _REFLECTED.get(type(node.op))):
+        if op not in (OPERATORS.get(type(node.op)), REFLECTED.get(type(node.op))):
             return {}
         first, second = operands(node, op)
         return {"self": first, "other": second, "exponent": second}
@@ -113,25 +106,17 @@ def explain_overflow(finding: Finding, made_by: str, evidence: Sequence[Evidence
 
     `made_by` is the subject of the explanation; `then` ends both explanation and headline.
     """
-    reached = past(finding.analysis.exact, finding.format)
+    low, num_bad, exact = finding.format, finding.analysis.num_bad, finding.analysis.exact
+    reached, size = past(exact, low), None if exact is None else abs(exact)
+    text = f"the largest exact value {past(size, low)}"
+    if size is not None and not low.holds(size):
+        beyond = f"{excess(size, low.max)} what {low} can hold ({number(low.max)})"
+        text = f"the largest exact value is {number(size, unlike=low.max)}, {beyond}"
+    bad = f"{part_of(num_bad, finding.analysis.numel, 'element')} {are(num_bad)} non-finite"
     return Account(
         headline=f"{subject(finding.op)} {reached}{then}",
         explanation=f"{made_by} {reached}{then}.",
-        evidence=(*_overflow_evidence(finding), *evidence),
-    )
-
-
-def _overflow_evidence(finding: Finding) -> tuple[Evidence, ...]:
-    """Return by how much the exact value exceeds the format's limit, and how many elements are non-finite."""
-    num_bad, numel, low = finding.analysis.num_bad, finding.analysis.numel, finding.format
-    exact = None if finding.analysis.exact is None else abs(finding.analysis.exact)
-    text = f"the largest exact value {past(exact, low)}"
-    if exact is not None and not low.holds(exact):
-        beyond = f"{excess(exact, low.max)} what {low} can hold ({number(low.max)})"
-        text = f"the largest exact value is {number(exact, unlike=low.max)}, {beyond}"
-    return (
-        Evidence("would_be", exact, text),
-        Evidence("num_bad", num_bad, f"{part_of(num_bad, numel, 'element')} {are(num_bad)} non-finite"),
+        evidence=(Evidence("would_be", size, text), Evidence("num_bad", num_bad, bad), *evidence),
     )
 
 

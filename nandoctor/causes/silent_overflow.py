@@ -25,7 +25,6 @@ PHASES = ("swallowed",)
 
 
 def diagnose(finding: Finding) -> Account | None:
-    """Explain an overflow that leaves a finite output."""
     if not finding.overflowed:
         return None
     then = "; a later operation hides the Inf, and the output is wrong"

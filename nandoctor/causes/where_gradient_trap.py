@@ -20,17 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nandoctor.causes.base import (
-    Candidate,
-    GradientFinding,
-    finite_candidate,
-    gradient_evidence,
-    guard_candidate,
-    mask_candidates,
-    singular_edge,
-)
+from nandoctor.causes.base import Candidate, GradientFinding, gradient_evidence, singular_edge
+from nandoctor.causes.candidates import finite_candidate, guard_candidate, mask_candidates, stable_forms
 from nandoctor.causes.invalid_domain import clamp_into_domain
-from nandoctor.causes.log_space import stable_forms
 from nandoctor.causes.sentences import subject
 from nandoctor.changes.clamp import ClampArgument
 from nandoctor.changes.places import site_of
@@ -43,7 +35,6 @@ PHASES = ("backward",)
 
 
 def diagnose(finding: GradientFinding) -> Account | None:
-    """Explain a singular op whose value a later selection discards at the very elements."""
     selection = finding.discarded_by
     if finding.forward is None or selection is None or "nan" not in finding.analysis.kinds:
         return None

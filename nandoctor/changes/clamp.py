@@ -44,21 +44,19 @@ class ClampArgument(SingleEdit):
 
     @property
     def title(self) -> str:
-        """What is clamped, to what, and where."""
-        return f"{self._in_words()}{in_place(self.site)}"
-
-    def _in_words(self) -> str:
         what = _argument_in_words(self.site.op, self.argument)
         op = "the cast" if self.site.op in CASTS else self.site.op
         if self.nan and self.argument:
-            return f"Use 0 for NaN and Inf in {what} of {op}, which are left out later"
-        if self.nan:
-            return f"Use 0 where {op} has no value"
-        if self.keeps_sign and self.low is not None:
-            if self.low == 1:
-                return f"Replace {what} of {op} by 1 where it is 0"
-            return f"Keep {what} of {op} at least {constant(self.low)} away from 0"
-        return f"Clamp {what} of {op} to {self._bounds_in_words()}"
+            done = f"Use 0 for NaN and Inf in {what} of {op}, which are left out later"
+        elif self.nan:
+            done = f"Use 0 where {op} has no value"
+        elif self.keeps_sign and self.low == 1:
+            done = f"Replace {what} of {op} by 1 where it is 0"
+        elif self.keeps_sign and self.low is not None:
+            done = f"Keep {what} of {op} at least {constant(self.low)} away from 0"
+        else:
+            done = f"Clamp {what} of {op} to {self._bounds_in_words()}"
+        return f"{done}{in_place(self.site)}"
 
     def _bounds_in_words(self) -> str:
         if self.low is not None and self.high is not None:
@@ -76,7 +74,6 @@ class ClampArgument(SingleEdit):
         return self.high if self.site.op in EXPONENTIALS and self.argument != "exponent" else None
 
     def run(self, op: RunningOp) -> Any:
-        """Run the op with the argument clamped, or clamp its result."""
         if self.argument:
             given = op.argument(self.argument)
             return op.run() if given is None else op.run(**{self.argument: self._clamped(given)})
@@ -102,7 +99,6 @@ class ClampArgument(SingleEdit):
         return self.argument != ""
 
     def write(self, source: SourceWriter) -> None:
-        """Write the clamp around the argument, or around the op."""
         expression = source.open(self.site)
         source.places[self] = {expression.node}
         self._write_at(source, expression)
@@ -118,7 +114,7 @@ class ClampArgument(SingleEdit):
 
     def _write_at(self, source: SourceWriter, expression: Expression) -> None:
         if self.nan and not self.argument:
-            write_zero(expression)
+            _write_zero(expression)
             return
         target = expression.argument_node(self.argument) if self.argument else expression.node
         is_written = self.argument == "self" and name_called(expression.node).endswith("_")  # not to a copy of it
@@ -128,25 +124,16 @@ class ClampArgument(SingleEdit):
         if source.only_moves:
             expression.editor.replace(target, taken)
         elif self.keeps_sign and self.low is not None:
-            self._write_off_zero(expression, target, taken)
+            wanted = "second" if self.argument == "other" and self.site.op not in DIVISIONS else "divisor"
+            first, again, before = expression.editor.named(target, taken, wanted)
+            low = constant(self.low)
+            is_near = f"{first} == 0" if self.low == 1 else f"{first}.abs() < {low}"  # a count below 1 is 0
+            expression.editor.replace(target, f"torch.where({is_near}, {low}, {again})", before)
         else:
-            expression.editor.replace(target, f"{grouped(taken)}.{self._call()}")
-
-    def _call(self) -> str:
-        """Return the call of the method that clamps."""
-        if self.nan:
-            return "nan_to_num(0.0, 0.0, 0.0)"
-        bounds = {"min": self.low, "max": self.high}
-        given = ", ".join(f"{name}={constant(value)}" for name, value in bounds.items() if value is not None)
-        return f"clamp({given})"
-
-    def _write_off_zero(self, expression: Expression, target: ast.expr, taken: str) -> None:
-        assert self.low is not None
-        wanted = "second" if self.argument == "other" and self.site.op not in DIVISIONS else "divisor"
-        first, again, before = expression.editor.named(target, taken, wanted)
-        low = constant(self.low)
-        is_near = f"{first} == 0" if self.low == 1 else f"{first}.abs() < {low}"  # a count below 1 is 0
-        expression.editor.replace(target, f"torch.where({is_near}, {low}, {again})", before)
+            bounds = {"min": self.low, "max": self.high}
+            given = ", ".join(f"{name}={constant(value)}" for name, value in bounds.items() if value is not None)
+            call = "nan_to_num(0.0, 0.0, 0.0)" if self.nan else f"clamp({given})"
+            expression.editor.replace(target, f"{grouped(taken)}.{call}")
 
 
 def _argument_in_words(op: str, argument: str) -> str:
@@ -161,18 +148,17 @@ def _argument_in_words(op: str, argument: str) -> str:
 
 def _others_like(source: SourceWriter, expression: Expression, name: str) -> Iterator[Expression]:
     """Yield the statement's other calls of the same function: another batch may be on the edge there."""
-    change, ops = expression.editor, source.ops
-    tree, seen = change.tree, {expression.node}
+    tree, seen = expression.editor.tree, {expression.node}
     place = tree.statement_of(expression.node) or tree.scope_of(expression.node)
-    for op in source.ops if not isinstance(place, (*FUNCTIONS, ast.Module)) else ():
-        node = change.find(op.source) if op.op == name and op.source is not None else None
-        if node is None or node in seen or (tree.statement_of(node) or tree.scope_of(node)) is not place:
+    ops = [op for op in source.ops if op.op == name] if not isinstance(place, (*FUNCTIONS, ast.Module)) else []
+    for node, op in expression.editor.calls(ops):
+        if node in seen or (tree.statement_of(node) or tree.scope_of(node)) is not place:
             continue
         seen.add(node)
         if isinstance(node, ast.Call) and name_called(node).rstrip("_") != name:
             continue  # another function calls the op, and its arguments may be anything
-        if not _is_kept_off_zero(op, ops):
-            yield Expression(change, node, op)
+        if not _is_kept_off_zero(op, source.ops):
+            yield Expression(expression.editor, node, op)
 
 
 def _is_kept_off_zero(op: OpCall, ops: Sequence[OpCall]) -> bool:
@@ -188,55 +174,48 @@ _PER_ELEMENT = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss",
     "binary_cross_entropy_with_logits"
 }
 _PER_LABEL = frozenset({"cross_entropy", "nll_loss"})
-_NOT_A_CLASS = "-100"
 
 
-def write_zero(expression: Expression) -> None:
+def _write_zero(expression: Expression) -> None:
     """Divide by the number of values or 1. Raises CannotWriteError where these cannot be counted."""
-    if _write_loss(expression):
+    made_by = expression.op.op if expression.op is not None else ""
+    if _write_loss(expression, made_by):
         return
-    made_by, factors = expression.op.op if expression.op is not None else "", _factors_of_count(expression)
-    if factors is None or made_by not in SPREADS | {"mean"}:
+    if made_by not in SPREADS | {"mean"}:
         raise CannotWriteError
-    taken, wanted = expression.argument_node("self"), "values" if made_by in SPREADS else "averaged"
+    factors, taken = _factors_of_count(expression), expression.argument_node("self")
+    wanted = "values" if made_by in SPREADS else "averaged"
     first, again, before = expression.editor.named(taken, expression.editor.code(taken), wanted)
+    count = " * ".join(f"{again}.{factor}" for factor in factors)
     if made_by in SPREADS:  # of a single value it is 0
-        correction = f"min(1, {_product(grouped(again), factors)} - 1)"
-        text = expression.with_keyword("correction", correction, {taken: first})
+        text = expression.with_keyword("correction", f"min(1, {count} - 1)", {taken: first})
     else:
-        total = f"{grouped(first)}.sum({', '.join(expression.texts_after_first())})"
-        text = f"{total} / max({_product(again, factors)}, 1)"
+        text = f"{first}.sum({', '.join(expression.texts_after_first())}) / max({count}, 1)"
     expression.editor.replace(expression.node, text, before)
 
 
-def _factors_of_count(expression: Expression) -> list[str] | None:
-    """Return what is multiplied to count the values averaged along the written dimensions, None if others are given.
+def _factors_of_count(expression: Expression) -> list[str]:
+    """Return what is multiplied to count the values averaged along the written dimensions; without any, of all values.
 
-    Without a dimension that is the number of all values.
+    Raises CannotWriteError if the dimensions are names, or other arguments are given.
     """
-    keywords = {keyword for keyword, _ in expression.arguments[1:]}
-    written = [value for keyword, value in expression.arguments[1:] if keyword in (None, "dim")]
+    given = expression.arguments[1:]
+    written = [value for keyword, value in given if keyword in (None, "dim")]
+    if len(written) > 1 or any(keyword not in (None, "dim", "keepdim", "correction") for keyword, _ in given):
+        raise CannotWriteError
     try:
         dims = [ast.literal_eval(value) for value in written]
-    except ValueError:  # names
-        return None
+    except ValueError as error:
+        raise CannotWriteError from error
     several = list(dims[0]) if dims and isinstance(dims[0], tuple | list) else dims
-    if (
-        len(dims) > 1
-        or keywords - {None, "dim", "keepdim", "correction"}
-        or any(type(dim) is not int for dim in several)
-    ):
-        return None
+    if any(type(dim) is not int for dim in several):
+        raise CannotWriteError
     return [f"shape[{dim}]" for dim in several] or ["numel()"]
 
 
-def _product(name: str, factors: Sequence[str]) -> str:
-    return " * ".join(f"{name}.{factor}" for factor in factors)
-
-
-def _write_loss(expression: Expression) -> bool:
+def _write_loss(expression: Expression, made_by: str) -> bool:
     """Write an averaging loss that is 0 if it averages nothing; return False if it is called in another way."""
-    call, made_by = expression.node, expression.op.op if expression.op is not None else ""
+    call = expression.node
     if not isinstance(call, ast.Call) or has_stars(call):
         return False
     name, change = name_called(call), expression.editor
@@ -250,7 +229,7 @@ def _write_loss(expression: Expression) -> bool:
     if name in _PER_LABEL and made_by.startswith("nll_loss"):  # the target has labels, not probabilities
         first, again, before = change.named(call.args[1], change.code(call.args[1]), "labels")
         total = expression.with_keyword("reduction", '"sum"', {call.args[1]: first})
-        count = f"({again} != {given.get('ignore_index', _NOT_A_CLASS)}).sum().clamp(min=1)"
+        count = f"({again} != {given.get('ignore_index', '-100')}).sum().clamp(min=1)"
         change.replace(call, f"{total} / {count}", before)
         return True
     return False

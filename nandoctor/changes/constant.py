@@ -15,8 +15,6 @@ from nandoctor.evidence.edits import OpSite, SingleEdit, kind_of_change
 from nandoctor.evidence.formats import LARGEST_EPS
 from nandoctor.text import constant
 
-_CLOSE = 1e-6
-
 
 @kind_of_change
 class SetArgument(SingleEdit):
@@ -36,7 +34,6 @@ class SetArgument(SingleEdit):
 
     @property
     def title(self) -> str:
-        """The new number and the old one."""
         new = "the lowest number of its format" if self.value is None else constant(self.value)
         what = "an eps of " if self.value is not None and 0 < self.was <= LARGEST_EPS else ""
         return f"Use {what}{new} instead of {constant(self.was)} in {place_of(self.site) or self.site.op}"
@@ -47,9 +44,8 @@ class SetArgument(SingleEdit):
         return "a quotient by 0 has no value, and becomes its numerator" if self.was == 0 else ""
 
     def run(self, op: RunningOp) -> Any:
-        """Run the op with the new number."""
         was = op.number(self.argument)
-        if was is None or not math.isclose(was, self.was, rel_tol=_CLOSE):
+        if was is None or not math.isclose(was, self.was, rel_tol=1e-6):
             return op.run()
         return op.run(**{self.argument: op.lowest() if self.value is None else self.value})
 
@@ -89,14 +85,11 @@ class SetFlag(SingleEdit):
 
     @property
     def title(self) -> str:
-        """The call with the flag."""
         return f"Call {self.site.op} with {self.argument}=True{in_place(self.site)}"
 
     def run(self, op: RunningOp) -> Any:
-        """Run the op with the flag."""
         return op.run(**{self.argument: True})
 
     def write(self, source: SourceWriter) -> None:
-        """Add the keyword to the call."""
         expression = source.open(self.site)
         expression.editor.replace(expression.node, expression.with_keyword(self.argument, "True"))

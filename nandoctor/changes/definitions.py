@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Set
 from functools import cached_property
 from itertools import chain
 
 from nandoctor.changes.editor import Editor
 from nandoctor.changes.source_tree import COMPREHENSIONS, CannotWriteError, grouped, name_called
-from nandoctor.evidence.trace import OpCall
 
 _LOOPS = (ast.For, ast.AsyncFor, ast.While, *COMPREHENSIONS)
 _SEVERAL = (ast.Tuple, ast.List, ast.Starred)
@@ -35,16 +34,6 @@ class Definitions:
         """Return True if a node of an editor's file is in the function itself."""
         return editor is self._editor and self._tree.scope_of(node) is self._function
 
-    def calls(self, ops: Sequence[OpCall]) -> Iterator[tuple[ast.AST, OpCall]]:
-        """Yield the function's expressions that called ops, each with its last op: autocast's casts come before it."""
-        first, last = self._function.lineno, self._function.end_lineno or self._function.lineno
-        own = (op for op in ops if op.forward is None)  # those of a derivative are at the line of its function
-        places = {op.source: op for op in own if op.source is not None and first <= op.source.line <= last}
-        for source, op in places.items():
-            node = self._editor.find(source)
-            if node is not None and self.has(node, self._editor):
-                yield node, op
-
     @cached_property
     def _bound(self) -> dict[str, list[tuple[int, ast.AST]]]:
         """By name, the end of each node that binds it, and the node, in the order of the text."""
@@ -66,23 +55,23 @@ class Definitions:
         elif isinstance(node, ast.Call):
             yield from ((_base_name(item), node) for item in _written_by(node))
 
-    def value_of(self, name: ast.Name) -> ast.expr | None:
-        """Return the expression that a name stands for where it is read, None if that depends on the path taken."""
+    def assignment_of(self, name: ast.Name) -> ast.Assign | None:
+        """Return the assignment that a name gets its value from where it is read, None if that depends on the path."""
         before = [(end, node) for end, node in self._bound.get(name.id, ()) if end <= self._tree.span(name)[0]]
         node = before[-1][1] if before else None
         if not isinstance(node, ast.Assign) or len(node.targets) != 1 or not _name_of(node):
             return None
-        block, loops = self._tree.block_of(node), self._loops_around(name, node)
-        is_in_block = any(parent in block for parent in self._tree.ancestors(name))
-        if not is_in_block or any(self._binds_between(name.id, *loop) for loop in loops):
-            return None
-        return node.value
+        block, above = self._tree.block_of(node), {*self._tree.ancestors(node)}
+        around = [parent for parent in self._tree.ancestors(name) if parent not in above]
+        loops = [self._tree.span(parent) for parent in around if isinstance(parent, _LOOPS)]
+        is_in_block = any(parent in block for parent in around)
+        return node if is_in_block and not any(self._binds_between(name.id, *loop) for loop in loops) else None
 
     def resolved(self, node: ast.expr) -> ast.expr:
         """Return what an expression stands for, if it is a name and that is certain."""
-        while isinstance(node, ast.Name) and (value := self.value_of(node)) is not None:
-            self.passed[next(item for item in self._tree.ancestors(value) if isinstance(item, ast.Assign))] = None
-            node = value
+        while isinstance(node, ast.Name) and (made := self.assignment_of(node)) is not None:
+            self.passed[made] = None
+            node = made.value
         return node
 
     def is_bound_between(self, node: ast.AST, place: ast.AST) -> bool:
@@ -100,16 +89,10 @@ class Definitions:
         texts = dict[ast.AST, str]()
         for name in (item for item in ast.walk(node) if isinstance(item, ast.Name)):
             if self.is_bound_between(name, place):
-                if (value := self.value_of(name)) is None:
+                if (made := self.assignment_of(name)) is None:
                     raise CannotWriteError
-                texts[name] = grouped(self.text_at(value, place))
+                texts[name] = grouped(self.text_at(made.value, place))
         return self._editor.code(node, texts)
-
-    def _loops_around(self, node: ast.AST, other: ast.AST) -> list[tuple[int, int]]:
-        """Return the start and end of each loop that is around a node but not around the other."""
-        above = set(self._tree.ancestors(other))
-        loops = (item for item in self._tree.ancestors(node) if isinstance(item, _LOOPS) and item not in above)
-        return [self._tree.span(loop) for loop in loops]
 
     def _binds_between(self, name: str, start: int, end: int) -> bool:
         return any(start < where <= end for where, _ in self._bound.get(name, ()))
@@ -128,10 +111,9 @@ class Definitions:
     def _is_read(self, assignment: ast.Assign, names: Iterable[ast.Name], gone: Set[ast.AST]) -> bool:
         """Return True if one of the names, but those `gone`, may refer to what an assignment binds."""
         same = (name for name in names if name.id == _name_of(assignment) and name not in gone)
-        return any(self.value_of(name) in (None, assignment.value) for name in same)
+        return any(self.assignment_of(name) in (None, assignment) for name in same)
 
     def _is_target(self, node: ast.AST) -> bool:
-        """Return True if a name is a target of an assignment."""
         parent = self._tree.parent(node)
         return isinstance(parent, ast.Assign) and node is not parent.value
 

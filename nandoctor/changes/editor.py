@@ -16,30 +16,24 @@ from nandoctor.changes.source_tree import (
     SourceTree,
     as_part,
     grouped,
-    is_closed,
     names_in,
     on_one_line,
     parse_expression,
     reindent,
 )
-from nandoctor.evidence.trace import SourceLine
+from nandoctor.evidence.trace import OpCall
 
 HAS_EFFECTS = (ast.Call, ast.NamedExpr, ast.Await)
 """Expressions that may have side effects, so they must not be evaluated twice."""
 Texts = Mapping[ast.AST, str]
 """New texts by the nodes that they stand for."""
-_NO_TEXTS: Texts = MappingProxyType({})
+NO_TEXTS: Texts = MappingProxyType({})
 _HOLDS_ANY = (ast.Assign, ast.AnnAssign, ast.Call, ast.keyword, ast.Expr, ast.Return)
 """Nodes in which an expression of any kind needs no parentheses."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Region:
-    """A part of the file that `make` writes anew, given its text with all changes inside it."""
-
-    start: int
-    end: int
-    make: Callable[[str], str]
+_Region = tuple[int, int, str]
+"""A part of the file, from one offset to another, and its new text."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,11 +73,15 @@ class Editor:
         self._replaced: dict[ast.AST, str] = {}
         self._lines = defaultdict[ast.stmt, _Lines](_Lines)
 
-    def find(self, source: SourceLine) -> ast.expr | ast.AugAssign | None:
-        """Return the expression at an op's place; None if the place is only a line, or in another file."""
-        return self.tree.find(source) if Path(source.file) == self.file else None
+    def calls(self, ops: Iterable[OpCall]) -> Iterator[tuple[ast.expr | ast.AugAssign, OpCall]]:
+        """Yield the file's expressions that called ops, each with its op."""
+        for op in ops:
+            source = op.source
+            node = self.tree.find(source) if source is not None and Path(source.file) == self.file else None
+            if node is not None:
+                yield node, op
 
-    def code(self, node: ast.AST, texts: Texts = _NO_TEXTS) -> str:
+    def code(self, node: ast.AST, texts: Texts = NO_TEXTS) -> str:
         """Return the source of a node as changed so far, without the parentheses around it.
 
         `texts` replace nodes inside it, including the parentheses around these.
@@ -91,8 +89,7 @@ class Editor:
         if node in self._replaced and not texts:
             return self._replaced[node]
         given = [self._region(part, text) for part, text in texts.items()]
-        others = [region for region in self._expressions(without=node) if not any(_is_in(region, it) for it in given)]
-        made = self._written(*self.tree.span(node), [*given, *others])
+        made = self._written(*self.tree.span(node), [*given, *self._expressions(without=node)])
         return reindent(made.replace("\r\n", "\n"), self.tree.indent_of(node), "")
 
     def operand(self, node: ast.AST) -> str:
@@ -156,15 +153,13 @@ class Editor:
 
     def text(self) -> str:
         """Return the whole changed text, with `import torch` if only the change needs torch."""
-        regions = [*self._expressions(), *(self._statement(*item) for item in self._lines.items())]
-        if self._needs_torch():
-            regions.append(self._import())
-        return self._written(0, len(self.tree.data), regions)
-
-    def _needs_torch(self) -> bool:
+        expressions = self._expressions()
+        statements = [self._statement(*item, expressions) for item in self._lines.items()]
         texts = [*self._replaced.values()]
         texts += [text for lines in self._lines.values() for text in (lines.header, *lines.before)]
-        return not self.tree.imported_names.get("torch") and any("torch." in text for text in texts)
+        needs_torch = not self.tree.imported_names.get("torch") and any("torch." in text for text in texts)
+        imports = [self._import()] if needs_torch else []
+        return self._written(0, len(self.tree.data), [*statements, *expressions, *imports])
 
     def _import(self) -> _Region:
         """Return the line that imports torch, at the first possible place."""
@@ -172,18 +167,15 @@ class Editor:
         place = next((i for i, item in enumerate(body) if not _must_come_first(item)), len(body))
         lines = self.tree.lines_of(body[max(place - 1, 0)])
         offset = lines[1] if place else lines[0]
-        return _Region(start=offset, end=offset, make=lambda _: f"import torch{self.tree.newline}")
+        return offset, offset, f"import torch{self.tree.newline}"
 
-    def _expressions(self, without: ast.AST | None = None) -> Iterator[_Region]:
-        """Yield the regions of the replaced expressions."""
-        for node, text in self._replaced.items():
-            if node is not without:
-                yield self._region(node, self._placed(node, text))
+    def _expressions(self, without: ast.AST | None = None) -> list[_Region]:
+        replaced = ((node, text) for node, text in self._replaced.items() if node is not without)
+        return [self._region(node, self._placed(node, text)) for node, text in replaced]
 
     def _region(self, node: ast.AST, text: str) -> _Region:
         start, end = self.tree.span(node) if isinstance(node, ast.stmt) else self.tree.outer_span(node)
-        made = self._absolute(text, self.tree.indent_of(node))
-        return _Region(start=start, end=end, make=lambda _: made)
+        return start, end, self._absolute(text, self.tree.indent_of(node))
 
     def _absolute(self, text: str, indent: str) -> str:
         """Return a text with its block's indentation from the second line on, and the line endings of the file."""
@@ -194,49 +186,35 @@ class Editor:
         if isinstance(node, ast.AugAssign):
             return text
         outer = self.tree.outer_span(node)
-        if self.tree.span(node) != outer:
-            made = as_part(text)
-        elif isinstance(self.tree.parent(node), _HOLDS_ANY) or _binds_as_tightly(parse_expression(text), node):
-            made = text
-        else:
-            made = text if is_closed(text) else f"({text})"
+        is_bare = self.tree.span(node) == outer
+        holds_any = isinstance(self.tree.parent(node), _HOLDS_ANY) or _binds_as_tightly(parse_expression(text), node)
+        made = text if is_bare and holds_any else as_part(text)
         is_glued = self.tree.data[outer[0] - 1 : outer[0]].isalnum() and made[:1].isidentifier()  # return(x)
         return f" {made}" if is_glued else made
 
-    def _statement(self, node: ast.stmt, lines: _Lines) -> _Region:
+    def _statement(self, node: ast.stmt, lines: _Lines, expressions: Iterable[_Region]) -> _Region:
         """Return the lines of a statement as they become."""
         start, end = self.tree.lines_of(node)
-        indent, previous = self.tree.indent_of(node), self.tree.previous(node)
-        above = self._lines.get(previous) if previous is not None else None
+        indent, block = self.tree.indent_of(node), self.tree.block_of(node)
+        place = block.index(node)
+        above = self._lines.get(block[place - 1]) if place else None
         is_joined = above is not None and bool(lines.header) and above.header == lines.header
-
-        def make(inner: str) -> str:
-            texts, inside = [*lines.before], indent + self.tree.unit if is_joined else indent
-            if lines.header:
-                texts += [] if is_joined else [lines.header]
-                inner = reindent(f"\n{inner}", "", self.tree.unit)[1:]
-            made = [f"{inside}{self._absolute(text, inside)}{self.tree.newline}" for text in texts]
-            return "".join([*made, "" if lines.is_removed else inner])
-
-        return _Region(start=start, end=end, make=make)
+        texts, inside = [*lines.before], indent + self.tree.unit if is_joined else indent
+        inner = "" if lines.is_removed else self._written(start, end, expressions)
+        if lines.header:
+            texts += [] if is_joined else [lines.header]
+            inner = reindent(f"\n{inner}", "", self.tree.unit)[1:]
+        made = [f"{inside}{self._absolute(text, inside)}{self.tree.newline}" for text in texts]
+        return start, end, "".join([*made, inner])
 
     def _written(self, start: int, end: int, regions: Iterable[_Region]) -> str:
-        """Return the text between two offsets with the regions inside written anew."""
-        inside = (region for region in regions if start <= region.start and region.end <= end)
-        left = sorted(inside, key=lambda region: (region.start, -region.end))
+        """Return the text between two offsets with its outermost regions written anew."""
         made, at = list[str](), start
-        while left:
-            region, *left = left
-            within = [other for other in left if _is_in(other, region)]
-            left = [other for other in left if not _is_in(other, region)]
-            made.append(self.tree.data[at : region.start].decode())
-            made.append(region.make(self._written(region.start, region.end, within)))
-            at = region.end
+        for first, last, text in sorted(regions, key=lambda region: (region[0], -region[1])):
+            if at <= first and last <= end:
+                made += [self.tree.data[at:first].decode(), text]
+                at = last
         return "".join([*made, self.tree.data[at:end].decode()])
-
-
-def _is_in(region: _Region, other: _Region) -> bool:
-    return other.start <= region.start and region.end <= other.end and region.start < other.end
 
 
 def _binds_as_tightly(node: ast.expr, other: ast.AST) -> bool:

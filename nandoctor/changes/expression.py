@@ -6,11 +6,10 @@ import ast
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
-from types import MappingProxyType
 
-from nandoctor.changes.editor import Editor, Texts
+from nandoctor.changes.editor import NO_TEXTS, Editor, Texts
 from nandoctor.changes.source_tree import CannotWriteError, name_called
 from nandoctor.evidence.trace import OpCall, OpTensor
 from nandoctor.ops import MOVES, PRODUCTS
@@ -26,8 +25,8 @@ OPERATORS: Mapping[type, str] = {
 }
 """The ops that operators between tensors call."""
 _LOW_NAMES = frozenset({"half", "float16", "bfloat16"})
-_REFLECTED = frozenset({"reciprocal", "rsub"})
-"""The ops that `1 / x` and `1 - x` call: their first argument is the right operand."""
+REFLECTED: Mapping[type, str] = {ast.Sub: "rsub", ast.Div: "reciprocal"}
+"""The ops that `1 - x` and `1 / x` call: their first argument is the right operand."""
 _COMMUTES = frozenset({"add", "mul"})
 """Ops that `2 * x` calls with the right operand first, too."""
 _SECOND = frozenset({"other", "exponent", "target", "tensor2", "mat2", "vec2"})
@@ -123,7 +122,7 @@ class Expression:
         code = self.editor.code
         return [f"{keyword}={code(value)}" if keyword else code(value) for keyword, value in self.arguments[1:]]
 
-    def with_keyword(self, name: str, value: str, texts: Texts = MappingProxyType({})) -> str:
+    def with_keyword(self, name: str, value: str, texts: Texts = NO_TEXTS) -> str:
         """Return the call with a value for a keyword, which comes last if it is new; `texts` replace arguments."""
         if not isinstance(self.node, ast.Call):
             raise CannotWriteError
@@ -135,32 +134,21 @@ class Expression:
         comma = ", " * bool(self.node.args or self.node.keywords)
         return call if end is None else f"{call[: end.start()]}{comma}{name}={value}{end[0]}"
 
-    def is_whole(self, statement: ast.stmt) -> bool:
-        """Return True if the statement only assigns, returns or evaluates the expression."""
-        is_plain = isinstance(statement, ast.Assign | ast.AnnAssign | ast.Return | ast.Expr)
-        return is_plain and getattr(statement, "value", None) is self.node
-
     def widened(self) -> str:
         """Return the expression with its tensors cast to fp32; for an operator one is enough, since torch promotes."""
         tensors = list(self.tensors())
         if not tensors or self.op is None:
             raise CannotWriteError
         if isinstance(self.node, ast.BinOp | ast.AugAssign) and self.op.op not in PRODUCTS:
-            tensors = [self._promoting(tensors)]
+            # One decides the result's dtype: a 0-dim operand does not promote one with dimensions.
+            # https://docs.pytorch.org/docs/stable/tensor_attributes.html#type-promotion
+            shapes = [tensor.stats.shape for tensor in self.op.inputs if tensor.stats is not None]
+            tensors = [max(zip(tensors, shapes, strict=False), key=lambda taken: bool(taken[1]))[0]]
         if isinstance(self.node, ast.AugAssign):
             target = self.node.target
             made = applied(self.node, self.in_fp32(target), self.editor.operand(self.node.value))
             return f"{self.editor.code(target)} = {made}"
         return self.editor.code(self.node, {value: self.in_fp32(value) for value in tensors})
-
-    def _promoting(self, tensors: Sequence[ast.expr]) -> ast.expr:
-        """Return the operand that decides the result's dtype: a 0-dim one does not promote one with dimensions.
-
-        https://docs.pytorch.org/docs/stable/tensor_attributes.html#type-promotion
-        """
-        assert self.op is not None
-        shapes = [tensor.stats.shape for tensor in self.op.inputs if tensor.stats is not None]
-        return max(zip(tensors, shapes, strict=False), key=lambda taken: bool(taken[1]))[0]
 
     def in_fp32(self, node: ast.expr) -> str:
         """Return the text of a tensor cast to fp32, without the code's own `.half()`."""
@@ -222,7 +210,8 @@ def operands(node: ast.BinOp, op: str, call: OpCall | None = None) -> tuple[ast.
     """
     is_alone = call is not None and len(call.inputs) == 1 and not isinstance(node.right, ast.Attribute | ast.Constant)
     is_number = number_in(node.left) is not None or (is_alone and isinstance(node.left, ast.Attribute))
-    return (node.right, node.left) if op in _REFLECTED or (op in _COMMUTES and is_number) else (node.left, node.right)
+    is_swapped = op in REFLECTED.values() or (op in _COMMUTES and is_number)
+    return (node.right, node.left) if is_swapped else (node.left, node.right)
 
 
 def root_of(node: ast.expr) -> ast.expr | None:

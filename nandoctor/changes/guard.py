@@ -41,7 +41,6 @@ class GuardArgument(SingleEdit):
 
     @property
     def title(self) -> str:
-        """What the op is given, and where."""
         ends = {"above": self.low, "below": self.high}
         bounds = [f"{side} {constant(end)}" for side, end in ends.items() if end is not None]
         where = f"is not {' and '.join(bounds)}" if bounds else "is 0"
@@ -52,11 +51,9 @@ class GuardArgument(SingleEdit):
 
     @property
     def edges(self) -> tuple[float, ...]:
-        """The edges of the domain that are guarded."""
         return edges_kept_off(self.site.op, self.argument, self.low, self.high)
 
     def run(self, op: RunningOp) -> Any:
-        """Run the op on safe values, and put 0 where they are."""
         given = op.argument(self.argument)
         if not is_tensor(given):
             return op.run()
@@ -68,10 +65,9 @@ class GuardArgument(SingleEdit):
 
     def works_in_place(self, *, has_out: bool) -> bool:
         """Return False for an op with `out=`: selecting from its result would make another tensor."""
-        return self.argument != "" and not has_out
+        return not has_out
 
     def write(self, source: SourceWriter) -> None:
-        """Write the same with `torch.where`."""
         expression = source.open(self.site)
         source.places[self] = {expression.node}
         argument = expression.argument_node(self.argument)
@@ -82,7 +78,7 @@ class GuardArgument(SingleEdit):
             expression.editor.replace(argument, text)
             return
         first, again, before = expression.editor.named(expression.node, text, "guarded")
-        safe = f"torch.where({self._condition(again)}, {self.safe}, {again})"
+        safe = f"torch.where({self._condition(again, again)}, {self.safe}, {again})"
         made, assigned = expression.editor.code(expression.node, {argument: safe}), ""
         if isinstance(expression.node, ast.AugAssign):
             target = expression.node.target
@@ -91,12 +87,9 @@ class GuardArgument(SingleEdit):
         text = f"{assigned}torch.where({self._condition(first, again)}, {self.fill}, {made})"
         expression.editor.replace(expression.node, text, before)
 
-    def _condition(self, first: str, again: str = "") -> str:
-        """Return the condition that an argument is outside the bounds, or 0: false for NaN, which has to stay.
-
-        `again` is the text for a second use, "" if it is the same.
-        """
+    def _condition(self, first: str, again: str) -> str:
+        """Return the condition that an argument is outside the bounds, or 0: false for NaN, which has to stay."""
         ends = [(sign, end) for sign, end in (("<=", self.low), (">=", self.high)) if end is not None]
-        pairs = zip((first, again or first), ends or [("==", 0.0)], strict=False)
+        pairs = zip((first, again), ends or [("==", 0.0)], strict=False)
         parts = [f"{text} {sign} {constant(end)}" for text, (sign, end) in pairs]
         return " | ".join(f"({part})" for part in parts) if len(parts) > 1 else parts[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, Literal
 
@@ -16,7 +16,7 @@ from nandoctor.changes.source_tree import CannotWriteError, SourceTree, on_one_l
 from nandoctor.changes.source_writer import SourceWriter
 from nandoctor.evidence.edits import OpSite, SingleEdit, Snippet, kind_of_change
 from nandoctor.evidence.formats import FP32, FloatFormat
-from nandoctor.evidence.trace import LOSS, SourceLine
+from nandoctor.evidence.trace import LOSS, OpCall, SourceLine
 from nandoctor.ops import CASTS, PRODUCTS
 from nandoctor.text import file_name, join_words
 
@@ -47,7 +47,6 @@ class KeepModule(SingleEdit):
 
     @property
     def title(self) -> str:
-        """The module, as people call it."""
         return "Compute the loss in fp32" if self.module == LOSS else f"Keep {self.name} in fp32"
 
     @property
@@ -90,7 +89,6 @@ class KeepOp(SingleEdit):
 
     @property
     def title(self) -> str:
-        """The op and its line."""
         site, place = self.site, place_of(self.site)
         if site.op in CASTS:
             return f"Cast to fp32 in {place}"
@@ -127,7 +125,8 @@ class KeepOp(SingleEdit):
         statement = change.tree.statement_of(expression.node)
         if statement is None:
             raise CannotWriteError
-        if expression.is_whole(statement):
+        whole = statement.value if isinstance(statement, ast.Assign | ast.AnnAssign | ast.Return | ast.Expr) else None
+        if whole is expression.node:
             change.replace(expression.node, widened)
             change.wrap(statement, change.library.off_autocast)
             return
@@ -155,7 +154,6 @@ class KeepLines(SingleEdit):
 
     @property
     def title(self) -> str:
-        """The lines."""
         numbers = join_words([str(line.line) for line in self.lines])
         where = f"line{'s' * (len(self.lines) > 1)} {numbers} of {file_name(self.lines[0].file)}"
         return f"Compute {where} in {self.format}{'' if self.off_autocast else ', and cast the result back'}"
@@ -167,29 +165,30 @@ class KeepLines(SingleEdit):
         """
         method, made = ("float" if self.format is FP32 else "double"), set[str]()
         for line in self.lines:
-            change, statement = source.file(line.file), _statement_at(source, line)
-            if _has_branch_not_run(source, line, statement):
+            change = source.file(line.file)
+            statement = change.tree.statement_at(line.line)
+            if statement is None or _has_branch_not_run(change, statement, source.ops):
                 raise CannotWriteError
-            names = _widen_names(source, line, statement, method=method, wide=made)
+            of_line = [op for op in source.ops if op.source is not None and op.source.whole == line]
+            names = _widen_names(change, statement, of_line, method, made)
             if self.off_autocast:
                 change.wrap(statement, change.library.off_autocast)
             elif line is self.lines[-1]:
                 if not (names or made):
                     raise CannotWriteError
-                _cast_result(change, statement, _cast_back(source, line, names))
+                _cast_result(change, statement, _cast_back(change, of_line, names))
             names_in = (node for node in ast.walk(statement) if isinstance(node, ast.Name))
             made |= {node.id for node in names_in if isinstance(node.ctx, ast.Store)}
 
 
-def _cast_back(source: SourceWriter, line: SourceLine, names: Collection[ast.expr]) -> str:
+def _cast_back(change: Editor, ops: Sequence[OpCall], names: Collection[ast.expr]) -> str:
     """Return the call of a method that casts to what a line gives without the change, by the first of its names."""
-    made = [op for op in source.ops if op.source is not None and op.source.whole == line and op.outputs]
+    made = [op for op in ops if op.outputs]
     if made and made[-1].outputs[0].dtype is FP32:
         return "float()"
     if not names:
         raise CannotWriteError
-    tree = source.file(line.file).tree
-    return f"to({tree.code(min(names, key=lambda name: (name.lineno, name.col_offset)))}.dtype)"
+    return f"to({change.tree.code(min(names, key=change.tree.span))}.dtype)"
 
 
 def _cast_result(change: Editor, statement: ast.stmt, call: str) -> None:
@@ -203,18 +202,11 @@ def _cast_result(change: Editor, statement: ast.stmt, call: str) -> None:
         raise CannotWriteError
 
 
-def _statement_at(source: SourceWriter, line: SourceLine) -> ast.stmt:
-    statement = source.file(line.file).tree.statement_at(line.line)
-    if statement is None:
-        raise CannotWriteError
-    return statement
-
-
-def _has_branch_not_run(source: SourceWriter, line: SourceLine, statement: ast.stmt) -> bool:
+def _has_branch_not_run(change: Editor, statement: ast.stmt, ops: Iterable[OpCall]) -> bool:
     """Return True if a branch of a conditional expression, `and` or `or` calls something, but no op of the trace."""
-    tree = source.file(line.file).tree
-    places = {op.source for op in source.ops if op.source is not None and op.source.file == line.file}
-    nodes = {tree.find(place) for place in places if statement.lineno <= place.line <= (statement.end_lineno or 0)}
+    end = statement.end_lineno or 0
+    here = (op for op in ops if op.source is not None and statement.lineno <= op.source.line <= end)
+    nodes = {node for node, _ in change.calls(here)}
     branches = list[ast.expr]()
     for node in ast.walk(statement):
         branches += [node.body, node.orelse] if isinstance(node, ast.IfExp) else []
@@ -224,16 +216,14 @@ def _has_branch_not_run(source: SourceWriter, line: SourceLine, statement: ast.s
 
 
 def _widen_names(
-    source: SourceWriter, line: SourceLine, statement: ast.stmt, *, method: str = "float", wide: Collection[str] = ()
+    change: Editor, statement: ast.stmt, ops: Iterable[OpCall], method: str, wide: Collection[str]
 ) -> set[ast.expr]:
     """Cast the tensors of a statement by this method where they are read, unless their names are `wide`; return them.
 
     The code's own `.float()` is replaced.
     """
-    change = source.file(line.file)
     tree = change.tree
-    sources = ((op, op.source) for op in source.ops if op.source is not None and op.source.whole == line)
-    called = [Expression(change, node, op) for op, place in sources if (node := tree.find(place)) is not None]
+    called = [Expression(change, node, op) for node, op in change.calls(ops)]
     without = {item.node for item in called} - {item.node for item in called if item.taken}
     found = _tensors_read(called, items=method == "double") | set(_module_arguments(statement, without))
     names = {node for node in found if tree.code(node) not in wide}
@@ -250,10 +240,14 @@ def _widen_names(
 
 def _tensors_read(called: Iterable[Expression], *, items: bool) -> set[ast.expr]:
     """Return the names, attributes and, with `items`, items that the expressions took their tensors from."""
-    found: set[ast.expr] = set()
+    cast = set[ast.expr]()
     for expression in called:
-        found.update(set(expression.tensors()) - {_written_by(expression.node)})
-    cast = {node for node in found if isinstance(node, ast.Name | ast.Attribute) or (items and _is_item(node))}
+        for node in expression.tensors():
+            key = node.slice if items and isinstance(node, ast.Subscript) else None
+            is_item = isinstance(key, ast.Constant) and isinstance(key.value, str)
+            is_named = isinstance(node, ast.Name | ast.Attribute) or is_item
+            if is_named and node is not _written_by(expression.node):
+                cast.add(node)
     return {node for node in cast if cast.isdisjoint([*ast.walk(node)][1:])}  # of `x.mT`, x is enough
 
 
@@ -263,11 +257,6 @@ def _written_by(node: ast.AST) -> ast.expr | None:
         return node.target
     method = node.func if isinstance(node, ast.Call) else None
     return method.value if isinstance(method, ast.Attribute) and method.attr.endswith("_") else None
-
-
-def _is_item(node: ast.expr) -> bool:
-    key = node.slice if isinstance(node, ast.Subscript) else None
-    return isinstance(key, ast.Constant) and isinstance(key.value, str)
 
 
 def _own_cast(tree: SourceTree, node: ast.expr) -> ast.expr | None:

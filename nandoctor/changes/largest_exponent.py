@@ -42,11 +42,9 @@ class SubtractLargest(SingleEdit):
 
     @property
     def title(self) -> str:
-        """The op and its line."""
         return f"Subtract the largest exponent before {self.site.op}{in_place(self.site)}"
 
     def write(self, source: SourceWriter) -> None:
-        """Write the difference as the argument of the exponential."""
         expression = source.open(self.site)
         _check_reads(expression, source.ops)
         exponent = expression.argument_node("self")
@@ -59,20 +57,13 @@ class SubtractLargest(SingleEdit):
 
 
 def subtractions(power: OpCall, ops: Sequence[OpCall]) -> Iterator[SubtractLargest]:
-    """Yield the changes for a power, one for each way in which it is summed: the largest of others would leave it 0."""
-    takers = [*descendants(ops, power.order, _STEPS)]
-    groups = [_GROUPS for op in takers if op.op in _SCATTERS]
-    for along in dict.fromkeys((*groups, *(dims_of(op) for op in takers if op.op in _SUMS))):
-        if _sums_just(power, along, ops):
-            yield SubtractLargest(site=site_of(power), along=along)
+    """Yield the change for a power, if a run sums all powers along one dimension or in groups, and nowhere else.
 
-
-def _sums_just(power: OpCall, along: str, ops: Sequence[OpCall]) -> bool:
-    """Return True if a run sums the powers along these dimensions or in groups, and nowhere else; False in doubt.
-
-    The largest one has to be in one of the sums: a mask, whose least number is 0, may leave it out.
+    The largest of others would leave it 0. It has to be in one of the sums: a mask, whose least number is 0, may leave
+    it out.
     """
     rank, followed, has_largest = len(power.outputs[0].shape), {power.order: True}, False
+    sums, products = list[str](), list[str]()
     for op in (op for op in ops[power.order + 1 :] if op.phase != "backward"):
         taken = [followed[it.producer] for it in op.inputs if it.producer in followed]
         if not taken or op.op == "div":  # what is divided is a share
@@ -80,21 +71,22 @@ def _sums_just(power: OpCall, along: str, ops: Sequence[OpCall]) -> bool:
         if op.op in CASTS or op.op == "mul":
             factors = (it.stats for it in op.inputs if it.producer not in followed and it.stats is not None)
             followed[op.order] = all(taken) and all(stats.min != 0 for stats in factors)
-            continue
-        is_first = op.op in PRODUCTS and op.inputs[0].producer in followed
-        dims = str(rank - 1) if is_first else _GROUPS if op.op in _SCATTERS else dims_of(op) if op.op in _SUMS else None
-        if dims is None or _counted(dims, rank) != _counted(along, rank):
-            return False
-        has_largest |= all(taken) and not is_first
-    return has_largest
+        elif op.op in PRODUCTS and op.inputs[0].producer in followed:
+            products.append(str(rank - 1))
+        elif op.op in _SCATTERS or op.op in _SUMS:
+            sums.append(_GROUPS if op.op in _SCATTERS else dims_of(op))
+            has_largest |= all(taken)
+        else:
+            return
+    if has_largest and len({_counted(dims, rank) for dims in (*sums, *products)}) == 1:
+        yield SubtractLargest(site=site_of(power), along=sums[0])
 
 
 def _check_reads(expression: Expression, ops: Sequence[OpCall]) -> None:
     """Raise CannotWriteError if powers, or what is made of them but their shares, are read where no traced op did."""
     editor, tree = expression.editor, expression.editor.tree
     forward = [op for op in ops if op.phase != "backward" and op.forward is None]
-    found = {op.order: editor.find(op.source) for op in forward if op.source is not None}
-    nodes: dict[int, ast.AST] = {order: node for order, node in found.items() if node is not None}
+    nodes: dict[int, ast.AST] = {op.order: node for node, op in editor.calls(forward)}
     made_here = (order for order, node in nodes.items() if node is expression.node)
     # The exponents of the common factor: 0 for a share.
     degrees: dict[int | None, int] = {order: 1 for order in made_here if ops[order].op == expression.op_name}
@@ -107,10 +99,10 @@ def _check_reads(expression: Expression, ops: Sequence[OpCall]) -> None:
     waiting = list(dict.fromkeys(node for order, node in nodes.items() if degrees.get(order)))
     for node in waiting:  # it grows meanwhile
         match _statement_taking(node, {*nodes.values()}, tree):
-            case ast.Assign(targets=[ast.Name(id=bound)], value=value):
-                below, value_of = ast.walk(tree.function_of(node) or tree.module), Definitions(editor, node).value_of
+            case ast.Assign(targets=[ast.Name(id=bound)]) as assignment:
+                below, definitions = ast.walk(tree.function_of(node) or tree.module), Definitions(editor, node)
                 names = (it for it in below if isinstance(it, ast.Name) and isinstance(it.ctx, ast.Load))
-                read = [it for it in names if it.id == bound and value_of(it) in (None, value)]
+                read = [it for it in names if it.id == bound and definitions.assignment_of(it) in (None, assignment)]
                 waiting += [name for name in read if name not in waiting]
             case ast.stmt():
                 raise CannotWriteError
@@ -139,8 +131,8 @@ def _largest_of_groups(expression: Expression, logits: str, ops: Sequence[OpCall
     """Return the text of the largest exponent of each group of powers in a sum, for each of its members."""
     editor, place, power = expression.editor, expression.node, expression.op
     takers = descendants(ops, power.order, _STEPS) if power is not None else ()
-    scatter = next((op for op in takers if op.op in _SCATTERS), None)
-    node, definitions = editor.find(scatter.source) if scatter and scatter.source else None, Definitions(editor, place)
+    scatters, definitions = [op for op in takers if op.op in _SCATTERS], Definitions(editor, place)
+    node, scatter = next(editor.calls(scatters[:1]), (None, None))
     if power is None or scatter is None or node is None or not definitions.has(node, editor):
         raise CannotWriteError
     added = Expression(editor, node, scatter)

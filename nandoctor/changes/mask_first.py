@@ -6,7 +6,6 @@ import ast
 from typing import Any, ClassVar, Literal
 
 from nandoctor.changes.definitions import Definitions
-from nandoctor.changes.expression import Expression
 from nandoctor.changes.places import in_place, place_of
 from nandoctor.changes.running_op import RunningOp, is_tensor
 from nandoctor.changes.source_tree import CannotWriteError, grouped
@@ -40,7 +39,6 @@ class MaskFirst(SingleEdit):
 
     @property
     def title(self) -> str:
-        """What is masked, and where."""
         safe, later = constant(self.safe), place_of(self.mask)
         return f"Give {self.site.op}{in_place(self.site)} the argument {safe} where {later} masks its result"
 
@@ -53,7 +51,6 @@ class MaskFirst(SingleEdit):
         return op.run(**{self.argument: given.where(inside, self.safe)})
 
     def write(self, source: SourceWriter) -> None:
-        """Write the argument under the later mask."""
         expression, later = source.open(self.site), source.open(self.mask)
         editor, argument = expression.editor, expression.argument_node(self.argument)
         definitions = Definitions(editor, expression.node)
@@ -66,7 +63,13 @@ class MaskFirst(SingleEdit):
             texts = [f"{key}={text}" if key else text for key, text in given]
             editor.replace(argument, f"{editor.operand(argument)}.{self.mask.op}({', '.join(texts)})")
             return
-        mask = definitions.text_at(self._mask_in(later), expression.node)
+        if self.mask.op == "mul":
+            masking = later.argument_node("other" if self.masked == "self" else "self")
+        elif isinstance(later.node, ast.Call) and later.node.args:  # a condition comes first
+            masking = later.node.args[0]
+        else:
+            raise CannotWriteError
+        mask = definitions.text_at(masking, expression.node)
         if editor.tree.code(expression.node) in mask:  # what is masked shows where
             raise CannotWriteError
         condition = f"{grouped(mask)} != 0" if self.mask.op == "mul" else mask
@@ -74,11 +77,3 @@ class MaskFirst(SingleEdit):
         drops = self.mask.op == "masked_fill" or (self.mask.op == "where" and self.masked == "other")
         chosen = f"{safe}, {kept}" if drops else f"{kept}, {safe}"
         editor.replace(argument, f"torch.where({condition}, {chosen})")
-
-    def _mask_in(self, later: Expression) -> ast.expr:
-        """Return the other factor, or the condition of a `where` or `masked_fill`, which comes first."""
-        if self.mask.op == "mul":
-            return later.argument_node("other" if self.masked == "self" else "self")
-        if not isinstance(later.node, ast.Call) or not later.node.args:
-            raise CannotWriteError
-        return later.node.args[0]

@@ -28,7 +28,6 @@ class UseFormat(SingleEdit):
 
     @property
     def title(self) -> str:
-        """The format."""
         return f"Run the step under {self.format.label} autocast"
 
     def set_in(self, settings: FixSettings) -> FixSettings | None:
@@ -50,11 +49,9 @@ class SetLossScale(SingleEdit):
 
     @property
     def title(self) -> str:
-        """The new scale."""
         return f"Lower the loss scale to {self.value:g}"
 
     def set_in(self, settings: FixSettings) -> FixSettings:
-        """Set the loss scale."""
         return replace(settings, loss_scale=self.value)
 
 
@@ -67,5 +64,4 @@ class SetOptimizerEps(SingleEdit):
 
     @property
     def title(self) -> str:
-        """The new eps."""
         return f"Give the optimizer an eps of {constant(self.value)}"

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from nandoctor.changes.expression import Expression
 from nandoctor.changes.running_op import RunningOp
-from nandoctor.changes.source_tree import grouped
 from nandoctor.changes.source_writer import SourceWriter
 from nandoctor.evidence.edits import OpSite, SingleEdit, kind_of_change
 
@@ -26,11 +24,9 @@ class UnmaskRows(SingleEdit):
 
     @property
     def title(self) -> str:
-        """What happens to the rows."""
         return "Unmask the fully masked rows, and set their result to 0"
 
     def run(self, op: RunningOp) -> Any:
-        """Run the op with its fully masked rows unmasked."""
         closed = op.full_rows()
         if closed is None:
             return op.run()
@@ -40,22 +36,18 @@ class UnmaskRows(SingleEdit):
         return op.run(**{name: opened}).masked_fill(closed, 0.0)
 
     def write(self, source: SourceWriter) -> None:
-        """Write the same along the softmax's own dimension."""
         expression = source.open(self.site)
+        change = expression.editor
         if self.site.op == _ATTENTION:
-            _write_attention(expression)
+            mask = expression.argument_node("attn_mask")
+            text = change.operand(mask)
+            empty = f"~{text}.any(-1, keepdim=True)"
+            whole = change.code(expression.node, {mask: f"{text} | {empty}"})
+            change.replace(expression.node, f"{whole}.masked_fill({empty}, 0.0)")
             return
-        change, node = expression.editor, expression.argument_node("self")
+        node = expression.argument_node("self")
         first, scores, before = change.named(node, change.code(node), "logits")
         name = change.new_name("empty", expression.node)
         rows = f"{name} = torch.isneginf({first}).all({expression.argument('dim')}, keepdim=True)"
         opened = change.code(expression.node, {node: f"{scores}.masked_fill({name}, 0.0)"})
         change.replace(expression.node, f"{opened}.masked_fill({name}, 0.0)", (*before, rows))
-
-
-def _write_attention(expression: Expression) -> None:
-    mask = expression.argument_node("attn_mask")
-    text = grouped(expression.editor.code(mask))
-    empty = f"~{text}.any(-1, keepdim=True)"
-    whole = expression.editor.code(expression.node, {mask: f"{text} | {empty}"})
-    expression.editor.replace(expression.node, f"{whole}.masked_fill({empty}, 0.0)")

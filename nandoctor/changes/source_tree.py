@@ -117,6 +117,7 @@ class SourceTree:
         lines = self.data.splitlines(keepends=True)  # of bytes: a form feed ends no line, for Python neither
         self._starts = [0, *accumulate(map(len, lines))]
         self._parents = dict(_parents_below(self.module))
+        self._found: dict[SourceLine, ast.expr | ast.AugAssign | None] = {}
 
     @cached_property
     def newline(self) -> str:
@@ -131,10 +132,8 @@ class SourceTree:
         return next((blanks for body in bodies if body and (blanks := self.indent_of(body[0]))), " " * 4)
 
     def span(self, node: ast.AST) -> tuple[int, int]:
-        """Return the offsets of a node's first byte and of the byte behind its last; a parameter is its name alone."""
+        """Return the offsets of a node's first byte and of the byte behind its last."""
         start = self._offset(node.lineno, node.col_offset)  # type: ignore[attr-defined]
-        if isinstance(node, ast.arg):
-            return start, start + len(node.arg.encode())
         return start, self._offset(node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
 
     def outer_span(self, node: ast.AST) -> tuple[int, int]:
@@ -172,13 +171,16 @@ class SourceTree:
 
         A call of a method begins, for the trace, at the method's name if that stands on another line.
         """
+        if source in self._found:
+            return self._found[source]
         if source.column is None or source.end_column is None or source.end_line is None:
             return None
         if source.end_line >= len(self._starts):
             return None
         start, end = self._offset(source.line, source.column), self._offset(source.end_line, source.end_column)
         holding = [(last - first, node) for first, last, node in self._expressions if first <= start and end <= last]
-        return min(holding, key=lambda found: found[0], default=(0, None))[1]
+        self._found[source] = min(holding, key=lambda found: found[0], default=(0, None))[1]
+        return self._found[source]
 
     @cached_property
     def _expressions(self) -> list[tuple[int, int, ast.expr | ast.AugAssign]]:
@@ -194,12 +196,6 @@ class SourceTree:
     def parent(self, node: ast.AST) -> ast.AST | None:
         """Return the node directly around another."""
         return self._parents.get(node)
-
-    def previous(self, node: ast.stmt) -> ast.stmt | None:
-        """Return the statement before another one in the same block, None for the first."""
-        block = self.block_of(node)
-        place = block.index(node)
-        return block[place - 1] if place else None
 
     def statement_of(self, node: ast.AST) -> ast.stmt | None:
         """Return the simple statement, alone on its line, that evaluates the expression in each of its runs.
@@ -246,8 +242,12 @@ class SourceTree:
     @cached_property
     def imported_names(self) -> dict[str, bool]:
         """The names that the file's own imports bind, and the `known` ones; True if every function can use them."""
-        found = sorted(_imported(self.module), key=lambda item: item[1])
-        return dict(found) | dict.fromkeys(self._known, True)
+        found = dict.fromkeys(self._known, True)
+        for node in self._parents:
+            for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
+                name = (alias.asname or alias.name).partition(".")[0]
+                found[name] = found.get(name, False) or self.function_of(node) is None
+        return found
 
 
 @lru_cache(maxsize=4)
@@ -282,11 +282,3 @@ def name_called(node: ast.AST | None) -> str:
         case ast.Call(func=ast.Attribute(attr=name)) | ast.Call(func=ast.Name(id=name)):
             return name
     return ""
-
-
-def _imported(root: ast.AST, *, is_global: bool = True) -> Iterator[tuple[str, bool]]:
-    """Yield the names that import statements bind, each with True if it stands in no function."""
-    for node in ast.iter_child_nodes(root):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield from (((alias.asname or alias.name).partition(".")[0], is_global) for alias in node.names)
-        yield from _imported(node, is_global=is_global and not isinstance(node, FUNCTIONS))

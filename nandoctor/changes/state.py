@@ -18,7 +18,6 @@ class ResetBuffers(SingleEdit):
 
     @property
     def title(self) -> str:
-        """The buffer, or how many."""
         count = len(self.names)
         return f"Reset the buffer {self.names[0]}" if count == 1 else f"Reset {count} non-finite buffers"
 

@@ -26,11 +26,9 @@ class StableVariance(SingleEdit):
 
     @property
     def title(self) -> str:
-        """What is computed from the distances to the mean, and where."""
         return f"Compute the variance from the distances to the mean{in_place(self.site)}"
 
     def write(self, source: SourceWriter) -> None:
-        """Write the call of `var`, and take out the assignments that are unread then."""
         expression = source.open(self.site)
         editor, node = expression.editor, expression.node
         definitions = Definitions(editor, node)

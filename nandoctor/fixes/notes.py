@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from nandoctor.causes.log_space import STABLE_FORM
+from nandoctor.causes.candidates import STABLE_FORM
 from nandoctor.causes.registry import find_page
 from nandoctor.causes.sentences import operand, subject
 from nandoctor.changes.setting import UseFormat

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nandoctor.causes.log_space import STABLE_FORM
+from nandoctor.causes.candidates import STABLE_FORM
 from nandoctor.changes.log_space import StableLog
 from nandoctor.dumps.recorded_format import as_option, names_object
 from nandoctor.evidence.edits import SourcePatch, flatten

@@ -21,7 +21,7 @@ PUBLISHED = {
     "where-gradient-trap", "gradient-overflow", "loss-scale-overflow", "poisoned-weights", "poisoned-buffers",
     "poisoned-input", "poisoned-target", "optimizer-eps-underflow", "nonfinite-update",
 }  # fmt: skip
-MACHINERY = {"base", "log_space", "registry", "sentences"}
+MACHINERY = {"base", "candidates", "registry", "sentences"}
 
 every_cause, every_page = for_each(CAUSES), for_each(list_pages())
 

@@ -6,7 +6,7 @@ from made_traces import make_step
 from torch import nn
 
 from nandoctor.causes.sentences import operand, past, subject
-from nandoctor.changes.stable_logs import is_nonnegative
+from nandoctor.changes.log_space import is_nonnegative
 from nandoctor.engine.runner import Watch
 from nandoctor.evidence.formats import FP16
 from nandoctor.evidence.trace import OpCall, OpTensor, Place, SourceLine

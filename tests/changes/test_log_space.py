@@ -310,8 +310,8 @@ def test_what_a_name_stands_for(name, line, value):
     tree = parse_source(FUNCTION)
     names = (node for node in ast.walk(tree.module) if isinstance(node, ast.Name) and node.id == name)
     read = max((node for node in names if node.lineno == line), key=tree.span)
-    found = Definitions(Editor(tree, Path("net.py"), None), read).value_of(read)
-    assert (None if found is None else tree.code(found)) == value
+    found = Definitions(Editor(tree, Path("net.py"), None), read).assignment_of(read)
+    assert (None if found is None else tree.code(found.value)) == value
 
 
 def test_an_eps_still_makes_zeros_of_a_row_of_minus_infinities(tmp_path):

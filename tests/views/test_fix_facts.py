@@ -5,7 +5,7 @@ from dataclasses import replace
 import factory
 import pytest
 
-from nandoctor.causes.log_space import STABLE_FORM
+from nandoctor.causes.candidates import STABLE_FORM
 from nandoctor.evidence.formats import FP16
 from nandoctor.evidence.report import (
     Check,
