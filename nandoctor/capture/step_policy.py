@@ -25,13 +25,6 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("nandoctor")
 
-SMALLEST_SCALE = 1.0
-"""A gradient that overflows at a loss scale below this overflows without scaling too. Above it, halving the scale
-helps, and GradScaler does so to find a scale: in its warm-up, and at a scale that it has just grown to."""
-
-
-OnSave = Callable[[Path, Mapping[str, Any]], object]
-
 
 @dataclass(slots=True, kw_only=True)
 class StepPolicy:
@@ -154,8 +147,12 @@ def say_next(path: Path, written: Mapping[str, Any]) -> str:
 
 
 def _is_below_1(scale: float | None) -> bool:
-    """Return True for a loss scale that GradScaler's search does not explain."""
-    return scale is not None and scale < SMALLEST_SCALE
+    """Return True for a loss scale that GradScaler's search does not explain.
+
+    A gradient that overflows at a loss scale below 1 overflows without scaling too. Above it, halving the scale helps,
+    and GradScaler does so to find a scale: in its warm-up, and at a scale that it has just grown to.
+    """
+    return scale is not None and scale < 1
 
 
 def _describe(step: RecordedStep, reason: str) -> str:
