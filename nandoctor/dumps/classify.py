@@ -91,11 +91,8 @@ def sort_contents(saved: object, nbytes: int, *, as_torch: bool) -> Contents:
             f"it holds {_describe(saved)}, not a dict.",
             remedy='Save torch.save({"state_dict": model.state_dict(), "image": image, "logit": logit}, path).',
         )
-    return _sort_all(saved, Contents(nbytes=nbytes, as_torch=as_torch))
-
-
-def _sort_all(saved: Mapping[Any, object], contents: Contents) -> Contents:
-    """Sort the items of the file; those of one flat dict with dotted names, as torch gives them, are its weights."""
+    contents = Contents(nbytes=nbytes, as_torch=as_torch)
+    # The items of one flat dict with dotted names, as torch gives them, are its weights.
     tensors = (key for key, item in saved.items() if is_array(item) or is_extra_state(key))
     dotted = {key: saved[key] for key in tensors if isinstance(key, str) and "." in key}
     maps = [("", saved), *((str(key), item) for key, item in saved.items() if isinstance(item, Mapping))]

@@ -28,7 +28,7 @@ from nandoctor.text import brief, brief_list
 
 _ZIP_MAGIC = b"PK\x03\x04"
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
-# zipfile makes an object of half a kilobyte for each entry; torch.save writes one entry for each storage.
+# Bounded before zipfile makes an object of half a kilobyte for each entry; torch.save writes one for each storage.
 _MAX_DIRECTORY_NBYTES = 32 << 20
 _HEAD_NBYTES = 512
 _MAX_PICKLE_NBYTES = 128 << 20
@@ -224,7 +224,13 @@ def _find_members(data: mmap.mmap) -> dict[str, Member]:
     """Return the members of the archive by name, in the order of its directory."""
     file = cast(IO[bytes], data)
     try:
-        _check_directory(file)
+        end = zipfile._EndRecData(file)  # type: ignore[attr-defined] # two readers could find two
+        size = end[zipfile._ECD_SIZE] if end is not None else 0  # type: ignore[attr-defined]
+        if size > _MAX_DIRECTORY_NBYTES:
+            raise DumpError(
+                f"its zip directory claims {size:,} bytes, more than any training step needs.",
+                remedy="Save the tensors of the failing step in one flat dict.",
+            )
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
     except (MemoryError, DumpError):
@@ -250,17 +256,6 @@ def _find_members(data: mmap.mmap) -> dict[str, Member]:
     if any(after.offset < member.offset + member.nbytes for member, after in pairwise(in_order)):
         raise damaged("two parts of it overlap")
     return members
-
-
-def _check_directory(file: IO[bytes]) -> None:
-    """Bound the size of the directory, where zipfile itself finds that, before it makes objects of it."""
-    end = zipfile._EndRecData(file)  # type: ignore[attr-defined] # two readers could find two
-    size = end[zipfile._ECD_SIZE] if end is not None else 0  # type: ignore[attr-defined]
-    if size > _MAX_DIRECTORY_NBYTES:
-        raise DumpError(
-            f"its zip directory claims {size:,} bytes, more than any training step needs.",
-            remedy="Save the tensors of the failing step in one flat dict.",
-        )
 
 
 def _locate(data: mmap.mmap, entry: zipfile.ZipInfo) -> Member:

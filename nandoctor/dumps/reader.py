@@ -48,8 +48,7 @@ def read_dump(path: str | os.PathLike[str], *, as_torch: bool = True) -> Dump:
         DumpError: the file is missing, damaged or hostile, is of another kind, or has neither weights nor arrays.
     """
     with _named(Path(path)):
-        container = open_container(Path(path))
-        return _make_dump(container, _load(container), as_torch=as_torch)
+        return _read(Path(path), as_torch=as_torch)
 
 
 @contextmanager
@@ -88,8 +87,7 @@ def _read_file(path: Path, name: str = "") -> State:
     """Return the weights in a file, even if it is one part of several; those of that name, if one is given."""
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
-    container = open_container(path)
-    dump = _make_dump(container, _load(container), as_torch=True)
+    dump = _read(path, as_torch=True)
     states = {dump.state_name: dump.state, **dump.other_states}
     if name and name not in states:
         raise DumpError(f"it has no weights under {name!r}.", remedy=f"Their names are: {brief_list(states)}.")
@@ -132,7 +130,9 @@ def _read_safetensors(path: Path) -> State:
     return sort_contents({"weights": state}, nbytes, as_torch=True).states["weights"]
 
 
-def _make_dump(container: Container, saved: object, *, as_torch: bool) -> Dump:
+def _read(path: Path, *, as_torch: bool) -> Dump:
+    container = open_container(path)
+    saved = _load(container)
     if is_recorded(saved):
         return _make_recorded(container, saved, as_torch=as_torch)
     contents = sort_contents(saved, container.nbytes, as_torch=as_torch)
@@ -145,7 +145,7 @@ def _make_dump(container: Container, saved: object, *, as_torch: bool) -> Dump:
     state_name = choose_state(contents.states) if contents.states else ""
     other_states = {name: other for name, other in contents.states.items() if name != state_name}
     return Dump(
-        path=container.path,
+        path=path,
         nbytes=container.nbytes,
         layout="batch-only" if not contents.states else "plain" if contents.arrays else "weights-only",
         state=contents.states.get(state_name, {}),

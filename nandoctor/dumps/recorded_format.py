@@ -264,12 +264,17 @@ def read_recorded(saved: Mapping[str, Any], take: Take, keep: Keep) -> Recorded:
         name_tensors(recorded.model.arguments, "model.arguments", lambda name, _: name)
         _ = recorded.model.configuration
     named = (call.named(f"input{index or ''}", take) for index, call in enumerate(recorded.calls))
+    update = recorded.update if recorded.update and recorded.update.parameters else None
+    if update is not None:  # with names that can be printed
+        parameters = {brief(name): counts for name, counts in update.parameters.items()}
+        settings = {brief(name): value for name, value in update.settings.items()}
+        update = replace(update, optimizer=brief(update.optimizer), parameters=parameters, settings=settings)
     return replace(
         recorded,
         calls=tuple(named),
         batch=name_tensors(recorded.batch, "batch", take),
         method="" if recorded.method == "forward" else recorded.method,
-        update=_named_in_brief(recorded.update) if recorded.update and recorded.update.parameters else None,
+        update=update,
     )
 
 
@@ -291,13 +296,6 @@ def _decode(hint: Any, data: object, place: str, hooks: Mapping[Any, Hook] | Non
             f"it says that it is {FORMAT}, but {error}",
             remedy="Use the file as the recorder wrote it; to edit one, follow docs/capture.md.",
         ) from error
-
-
-def _named_in_brief(update: OptimizerUpdate) -> OptimizerUpdate:
-    """Return the update with names that can be printed."""
-    parameters = {brief(name): counts for name, counts in update.parameters.items()}
-    settings = {brief(name): value for name, value in update.settings.items()}
-    return replace(update, optimizer=brief(update.optimizer), parameters=parameters, settings=settings)
 
 
 def _read_slots(keep: Keep, data: Any, place: str) -> dict[str, Any]:
