@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -434,11 +434,11 @@ class SecondMoment:
     "". `eps` is what the optimizer adds to the root, in the format of `values`. `decay` is the mean's, 0 for a sum.
     """
 
-    index: int = 0
+    index: int
     name: str
     eps: float
     values: torch.Tensor
-    decay: float = 0.0
+    decay: float
 
 
 def read_second_moments(state: object, groups: object) -> tuple[SecondMoment, ...]:
@@ -448,30 +448,27 @@ def read_second_moments(state: object, groups: object) -> tuple[SecondMoment, ..
     parameter be in one group only, so further mentions of it are skipped too. Fused optimizers are left out: their
     kernels keep root and eps in fp32, whatever the format of the weights.
     """
+    first: dict[int | str, SecondMoment] = {}
     if not isinstance(state, Mapping) or not isinstance(groups, (list, tuple)):
         return ()
-    first: dict[int | str, SecondMoment] = {}
-    for group in (group for group in groups if isinstance(group, Mapping)):
-        for key, moment in _of_group(group, state):
-            first.setdefault(key, replace(moment, index=key if isinstance(key, int) else len(first)))
-    return tuple(first.values())
-
-
-def _of_group(
-    group: Mapping[object, object], state: Mapping[object, object]
-) -> Iterator[tuple[int | str, SecondMoment]]:
-    eps, keys, names = group.get("eps"), group.get("params"), group.get("param_names")
-    betas = group.get("betas")  # of Adam; RMSprop has an alpha, and Adagrad sums without decay
-    decay = betas[1] if isinstance(betas, (tuple, list)) and len(betas) == 2 else group.get("alpha")
-    decay = decay if isinstance(decay, float) and 0 <= decay < 1 else 0.0
-    if not isinstance(eps, float) or not isinstance(keys, list) or group.get("fused") is True:
-        return
-    for position, key in enumerate(keys):
-        slots = state.get(key) if isinstance(key, (int, str)) else None
-        if not isinstance(slots, Mapping):
+    for group in groups:
+        fields = group if isinstance(group, Mapping) else {}
+        eps, keys, names = fields.get("eps"), fields.get("params"), fields.get("param_names")
+        if not isinstance(eps, float) or not isinstance(keys, list) or fields.get("fused") is True:
             continue
-        values = next((slots[name] for name in _MOMENT_NAMES if is_tensor(slots.get(name))), None)
-        if is_dense(values) and dtype_name(values.dtype) in _DTYPES:
-            name = names[position] if isinstance(names, list) and position < len(names) else key
-            named = name if isinstance(name, str) else ""
-            yield key, SecondMoment(name=named, eps=eps, values=values, decay=decay)
+        betas = fields.get("betas")  # of Adam; RMSprop has an alpha, and Adagrad sums without decay
+        decay = betas[1] if isinstance(betas, (tuple, list)) and len(betas) == 2 else fields.get("alpha")
+        for position, key in enumerate(keys):
+            slots = state.get(key) if isinstance(key, (int, str)) and key not in first else None
+            held = slots if isinstance(slots, Mapping) else {}
+            values = next((held[name] for name in _MOMENT_NAMES if is_tensor(held.get(name))), None)
+            if is_dense(values) and dtype_name(values.dtype) in _DTYPES:
+                name = names[position] if isinstance(names, list) and position < len(names) else key
+                first[key] = SecondMoment(
+                    index=key if isinstance(key, int) else len(first),
+                    name=name if isinstance(name, str) else "",
+                    eps=eps,
+                    values=values,
+                    decay=decay if isinstance(decay, float) and 0 <= decay < 1 else 0.0,
+                )
+    return tuple(first.values())
