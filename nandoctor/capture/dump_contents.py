@@ -191,10 +191,7 @@ def _describe_writes(step: RecordedStep, observer: Observer, *, has_optimizer: b
 def fit_into(contents: Mapping[str, Any], max_nbytes: int) -> Mapping[str, Any]:
     """Return the contents, without the weights and the optimizer if they exceed `max_nbytes`.
 
-    The buffers stay: no checkpoint has those as they were.
-
-    Raises:
-        ValueError: the rest does not fit either.
+    The buffers stay: no checkpoint has those as they were. Raises ValueError if the rest does not fit either.
     """
     size, state, buffers = memory_of(tree_tensors(contents)), contents["state_dict"], contents["buffers"]
     if size <= max_nbytes:

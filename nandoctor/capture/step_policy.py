@@ -58,8 +58,7 @@ class StepPolicy:
     def decide(self, step: RecordedStep, *, may_stop: bool) -> None:
         """Count the step, and save it if it begins an episode or ends the training.
 
-        Raises:
-            NonFiniteTrainingError: the rule says to stop, and `may_stop` is set.
+        Raises NonFiniteTrainingError if the rule says to stop, and `may_stop` is set.
         """
         step.decided = True
         reason, scale = step.reason, step.loss_scale

@@ -69,11 +69,12 @@ class Contents:
     arrays: dict[str, torch.Tensor] = field(default_factory=dict)
     with_grad: set[str] = field(default_factory=set)
     scalars: dict[str, Any] = field(default_factory=dict)
-    rng_states: dict[str, torch.Tensor] = field(default_factory=dict)
+    rng_states: list[torch.Tensor] = field(default_factory=list)
     moments: list[SecondMoment] = field(default_factory=list)
     idle: dict[str, Any] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     tree: Any = None
+    recorded: Recorded | None = None
     num_values: int = 0
     claimed_nbytes: int = 0
 
@@ -81,8 +82,7 @@ class Contents:
 def sort_contents(saved: object, nbytes: int, *, as_torch: bool) -> Contents:
     """Sort the saved object; a list such as [state, image, logit] is taken as a dict with its indices as keys.
 
-    Raises:
-        DumpError: it is not a dict, list or module, is nested too deeply, or has invalid names or tensors.
+    Raises DumpError if it is not a dict, list or module, is nested too deeply, or has invalid names or tensors.
     """
     if isinstance(saved, list | tuple) and any(is_array(item) or isinstance(item, Mapping) for item in saved):
         saved = dict(enumerate(saved))
@@ -104,12 +104,8 @@ def sort_contents(saved: object, nbytes: int, *, as_torch: bool) -> Contents:
     return contents
 
 
-def sort_recorded(saved: Mapping[str, Any], nbytes: int, *, as_torch: bool) -> tuple[Contents, Recorded]:
-    """Sort the contents of a recorder's file: nothing is guessed, everything is checked.
-
-    Raises:
-        DumpError: a part of it does not match the format, or it has no weights and does not say why.
-    """
+def sort_recorded(saved: Mapping[str, Any], nbytes: int, *, as_torch: bool) -> Contents:
+    """Sort the contents of a recorder's file: nothing is guessed, and DumpError is raised for what does not fit."""
     contents = Contents(nbytes=nbytes, as_torch=as_torch)
     contents.left_out += [brief(text, 200) for text in get(saved, "left_out", list, []) if isinstance(text, str)]
     # Weights that did not fit into the file are named in `left_out`.
@@ -118,7 +114,9 @@ def sort_recorded(saved: Mapping[str, Any], nbytes: int, *, as_torch: bool) -> t
         raise DumpError("it has no state dict.", remedy=AS_WRITTEN)
     contents.states["state_dict"] = _take_state(contents, "state_dict", state)
     take = partial(_take_unique, contents, {})
-    recorded = read_recorded(saved, take, partial(_take_tensor, contents))
+    contents.recorded = recorded = read_recorded(saved, take, partial(_take_tensor, contents))
+    contents.with_grad.update(name for call in recorded.calls for name in call.with_grad)
+    contents.rng_states += recorded.rng.torch_states if recorded.rng is not None else ()
     name_tensors(saved.get("output"), "output", take)
     for part, prefix in (("event", ""), ("scaler", "scaler")):
         for name, value in get(saved, part, Mapping[str, Any], {}).items():
@@ -126,19 +124,17 @@ def sort_recorded(saved: Mapping[str, Any], nbytes: int, *, as_torch: bool) -> t
                 _sort(contents, _join(prefix, _check_name(name)), value, depth=1)
     if recorded.updater is not None:
         _take_moments(contents, "updater", recorded.updater.state, recorded.updater.groups)
-    return contents, recorded
+    return contents
 
 
 def _take_unique(contents: Contents, names: dict[tuple[Any, ...], str], name: str, value: Any) -> str:
-    """Keep the array of a recorder's file, and return its name in `names`, which has the arrays kept so far by place.
-
-    Data with two names, such as an input taken from the batch, is kept once, under the first.
-    """
+    """Keep the array of a recorder's file, and return its name in `names`, which has those kept so far by place."""
     if not is_array(value):
         found = _describe(value)
         raise DumpError(f"{brief(name)!r} is {found}, which is neither a tensor nor plain data.", remedy=AS_WRITTEN)
     tensor = _take_tensor(contents, _check_name(name), value)
     is_plain = isinstance(value, StoredTensor) and value.numel() > 0
+    # Data with two names, such as an input taken from the batch, is kept once, under the first.
     place = (value.address, value.shape, value.raw.strides, value.dtype) if is_plain else (name,)
     first = names.setdefault(place, name)
     contents.arrays.setdefault(first, tensor)
@@ -173,7 +169,7 @@ def _sort(contents: Contents, name: str, value: object, depth: int) -> Any:
     elif is_random_state(name) and isinstance(value, Mapping):  # {"torch": ..., "cuda": ...}
         _sort_items(contents, name, value, depth)
     elif is_random_state(name) and is_bytes(value):
-        contents.rng_states[name] = read_generator(partial(_take_tensor, contents), value, name)
+        contents.rng_states.append(read_generator(partial(_take_tensor, contents), value, name))
     elif is_bookkeeping(name):
         contents.left_out.append(name)
         _keep_idle(contents, name, value)

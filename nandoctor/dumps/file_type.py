@@ -110,8 +110,7 @@ class Container:
 def open_container(path: Path) -> Container:
     """Open the file, and check its beginning, its zip directory and its checksums.
 
-    Raises:
-        DumpError: it is missing, unreadable, empty, cut short, altered, or not a file of torch.save.
+    Raises DumpError if it is missing, unreadable, empty, cut short, altered, or not a file of torch.save.
     """
     shown = shlex.quote(brief(str(path), 1000))
     try:
@@ -144,10 +143,7 @@ def directory_error(path: Path) -> DumpError:
 
 
 def _open_data(file: BufferedReader, nbytes: int) -> mmap.mmap:
-    """Return the file, copied into memory or, if it is large, mapped.
-
-    A copy is immune to later writes to, or truncation of, the file.
-    """
+    """Return the file, mapped if it is large, else copied into memory, where no later write to the file changes it."""
     if nbytes >= _MAPPED_NBYTES:
         return mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_COPY)
     before, copied = os.fstat(file.fileno()), mmap.mmap(-1, nbytes, access=mmap.ACCESS_COPY)
@@ -161,9 +157,7 @@ def _open_data(file: BufferedReader, nbytes: int) -> mmap.mmap:
 def regular_size(path: Path) -> int:
     """Return the size of a file, in bytes, before it is opened: opening a pipe, or reading a device, may never end.
 
-    Raises:
-        DumpError: it is not a regular file, or is empty.
-        OSError: it cannot be found.
+    Raises DumpError if it is not a regular file, or is empty, and OSError if it cannot be found.
     """
     status = path.stat()
     if stat.S_ISDIR(status.st_mode):

@@ -221,11 +221,7 @@ class Recorded:
 
 
 def is_recorded(saved: object) -> TypeGuard[dict[str, Any]]:
-    """Return True if this is a file of the format that the recorder writes.
-
-    Raises:
-        DumpError: it is of a later version.
-    """
+    """Return True if this is a file of the recorder's format. Raises DumpError if that is a later version's."""
     written = saved.get("format") if type(saved) is dict else None
     if not isinstance(written, str) or not written.startswith("nandoctor.dump/"):
         return False
@@ -240,10 +236,7 @@ def is_recorded(saved: object) -> TypeGuard[dict[str, Any]]:
 def read_recorded(saved: Mapping[str, Any], take: Take, keep: Keep) -> Recorded:
     """Return the recorded calls and their environment; `take(name, tensor)` keeps an array and returns its name.
 
-    `keep(place, tensor)` returns the tensor that the record holds.
-
-    Raises:
-        DumpError: a part of it does not match the format.
+    `keep(place, tensor)` returns the tensor that the record holds. Raises DumpError for what does not fit the format.
     """
     calls = get(saved, "calls", list, [])
     if len(calls) > MAX_CALLS:
@@ -279,11 +272,7 @@ def read_recorded(saved: Mapping[str, Any], take: Take, keep: Keep) -> Recorded:
 
 
 def get(saved: Mapping[str, Any], name: str, hint: Any, default: Any) -> Any:
-    """Return the value of that name, or the default if there is none.
-
-    Raises:
-        DumpError: it does not fit the type hint.
-    """
+    """Return the value of that name, or the default if there is none. Raises DumpError if it does not fit the hint."""
     value = saved.get(name)
     return default if value is None else _decode(hint, value, name)
 
@@ -306,11 +295,7 @@ def _read_slots(keep: Keep, data: Any, place: str) -> dict[str, Any]:
 
 
 def read_generator(keep: Keep, state: Any, place: str) -> Tensor:
-    """Keep the state of one of torch's generators.
-
-    Raises:
-        DumpError: torch would refuse it.
-    """
+    """Keep the state of one of torch's generators. Raises DumpError if torch would refuse it."""
     if not is_generator_state(state):
         raise _no_state("torch")
     return keep(place, state)

@@ -21,8 +21,7 @@ from nandoctor.torch_compat import sparse_values
 def to_torch(stored: Any) -> torch.Tensor:
     """Return the tensor without gradient and hooks; its numbers stay where they are in the file.
 
-    Raises:
-        RuntimeError: a sparse tensor has an index out of bounds.
+    Raises RuntimeError if a sparse tensor has an index out of bounds.
     """
     if isinstance(stored, torch.Tensor):
         return stored.detach()
@@ -102,8 +101,7 @@ def join_shards(
 ) -> dict[str, torch.Tensor]:
     """Return every sharded weight joined; `load` reads the file of another rank, in the same folder.
 
-    Raises:
-        DumpError: a rank's file is missing or of another step, or the parts do not make up the weight.
+    Raises DumpError if a rank's file is missing or of another step, or the parts do not make up the weight.
     """
     shapes = {name: shard.shape for name, shard in _shards_of(saved).items()}
     parts: dict[str, dict[tuple[int, ...], Any]] = {name: {} for name in shapes}
