@@ -81,9 +81,22 @@ class Training:
         calls, dropped = step.describe(getattr(observer.model, method), is_whole=settings.training_step)
         spoiled = step.spoiled if reason == "update" else None
         updater, unsaved = _describe_updater(spoiled, observer.model) if spoiled else ({}, [])
+        rank, world_size = read_rank()
         return {
             "format": FORMAT,
-            "event": _describe_event(step, reason, event),
+            "event": {
+                "event": event,
+                "reason": reason,
+                "step": step.step,
+                "micro_batch": step.micro_batch,
+                "epoch": step.epoch,
+                "loss": None if step.loss is None else float(step.loss.float().mean()),
+                "written": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+                "rank": rank,
+                "world_size": world_size,
+                "nonfinite_here": step.nonfinite_here,
+                "nonfinite_ranks": step.nonfinite_ranks,
+            },
             "model": self.model,
             **before,
             **calls,
@@ -156,23 +169,6 @@ def _describe_possible(values: Mapping[str, Any]) -> dict[str, Any]:
         with suppress(Exception):  # a user's object may raise at any access
             plain[name] = describe_argument(value, _describe_importable)
     return plain
-
-
-def _describe_event(step: RecordedStep, reason: str, event: str) -> dict[str, Any]:
-    rank, world_size = read_rank()
-    return {
-        "event": event,
-        "reason": reason,
-        "step": step.step,
-        "micro_batch": step.micro_batch,
-        "epoch": step.epoch,
-        "loss": None if step.loss is None else float(step.loss.float().mean()),
-        "written": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "rank": rank,
-        "world_size": world_size,
-        "nonfinite_here": step.nonfinite_here,
-        "nonfinite_ranks": step.nonfinite_ranks,
-    }
 
 
 def _describe_writes(step: RecordedStep, observer: Observer, *, has_optimizer: bool) -> list[str]:

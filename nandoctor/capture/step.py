@@ -107,9 +107,8 @@ class RecordedStep:
     @property
     def spoiled(self) -> Update | None:
         """The first update that left a weight non-finite."""
-        return next(
-            (update for update in self.updates if update.weights is not None and update.weights.nonfinite), None
-        )
+        spoiling = (update for update in self.updates if update.weights is not None and update.weights.nonfinite)
+        return next(spoiling, None)
 
     @property
     def reason(self) -> str:
