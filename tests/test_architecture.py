@@ -34,19 +34,19 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 34_920, "tests": 29_571, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 34_744, "tests": 29_571, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 3_005,
     "autocast": 757,
-    "capture": 2_466,
+    "capture": 2_387,
     "causes": 2_609,
     "changes": 3_047,
     "cli": 839,
     "diagnosis": 1_853,
-    "dumps": 3_213,
+    "dumps": 3_123,
     "engine": 3_004,
-    "evidence": 1_698,
+    "evidence": 1_691,
     "fixes": 4_171,
     "fleet": 667,
     "repro_scripts": 569,

@@ -166,13 +166,8 @@ class Recorder:
     def begin(self, batch: Any = None) -> None:
         """Begin a step, if `with recorder.step(batch):` does not fit in; `end` or the next `begin` ends it.
 
-        They do not see an exception that the loop or the backward pass raises; that of a forward they do.
-
-        Args:
-            batch: as for `step`.
-
-        Raises:
-            NonFiniteTrainingError: as for `step`.
+        They do not see an exception that the loop or the backward pass raises; that of a forward they do. The batch and
+        what is raised are as for `step`.
         """
         self._begin(batch, explicit=True)
 
@@ -259,22 +254,14 @@ class Recorder:
         return Hook(self._policy.save)(self._tracker.current, reason)  # type: ignore[no-any-return]
 
     def end(self) -> None:
-        """End the step that `begin` began.
-
-        Raises:
-            NonFiniteTrainingError: as for `step`.
-        """
+        """End the step that `begin` began. Raises NonFiniteTrainingError, as for `step`."""
         step = self._tracker.current
         if step is not None and not step.flags and (step.returned or not step.calls):
             self.watch()
         self._start_step(None)
 
     def close(self) -> None:
-        """Check the last step, and remove all hooks.
-
-        Raises:
-            NonFiniteTrainingError: as for `step`.
-        """
+        """Check the last step, and remove all hooks. Raises NonFiniteTrainingError, as for `step`."""
         with self._handles:
             self._start_step(None, final=True)
 

@@ -103,11 +103,11 @@ def join_shards(
 
     Raises DumpError if a rank's file is missing or of another step, or the parts do not make up the weight.
     """
-    shapes = {name: shard.shape for name, shard in _shards_of(saved).items()}
+    shapes = {name: shard.shape for name, shard in get(saved, "shards", Mapping[str, Shard], {}).items()}
     parts: dict[str, dict[tuple[int, ...], Any]] = {name: {} for name in shapes}
     for contents, file in _files_of_ranks(saved, path, load):
         state, nbytes_left = get(contents, "state_dict", Mapping[str, Any], {}), file.stat().st_size
-        for name, shard in _shards_of(contents).items():
+        for name, shard in get(contents, "shards", Mapping[str, Shard], {}).items():
             part = state.get(name)
             if name not in parts or not is_dense(part) or not part.numel():
                 continue
@@ -122,11 +122,6 @@ def join_shards(
                 remedy=_TAKE_ALL,
             )
     return {name: _join(name, shape, parts[name]) for name, shape in shapes.items()}
-
-
-def _shards_of(saved: Mapping[str, Any]) -> Mapping[str, Shard]:
-    shards: Mapping[str, Shard] = get(saved, "shards", Mapping[str, Shard], {})
-    return shards
 
 
 def _files_of_ranks(
