@@ -62,10 +62,15 @@ class Training:
         described, self.notes = _describe_arguments(arguments) if arguments or built else (_find_config(model), [])
         self.settings, self.observer = settings, observer
         self.model = {**source, "arguments": described}
-        self.loss = None if settings.loss is None else describe_loss(settings.loss)
-        self.files = ProjectSources(source, self.loss)
-        if self.loss is not None:
-            _advise_loss(self.loss)
+        self.loss = loss = None if settings.loss is None else describe_loss(settings.loss)
+        self.files = ProjectSources(source, loss)
+        if loss is not None and not (loss["name"].isidentifier() and (loss["file"] or is_typed(loss))):
+            LOG.warning(
+                "nandoctor.Recorder: a replay cannot import the loss (%s), and cannot check gradients without it. Give "
+                "it a function at the top level of a file of this project, def loss_of(output, batch), as "
+                "loss=loss_of.",
+                loss["name"].rpartition(".")[2] or loss["name"],
+            )
 
     def describe(self, step: RecordedStep, reason: str, event: str, *, has_optimizer: bool) -> dict[str, Any]:
         """Return the contents of a dump of `step`."""
@@ -76,9 +81,22 @@ class Training:
         calls, dropped = step.describe(getattr(observer.model, method), is_whole=settings.training_step)
         spoiled = step.spoiled if reason == "update" else None
         updater, unsaved = _describe_updater(spoiled, observer.model) if spoiled else ({}, [])
+        rank, world_size = read_rank()
         return {
             "format": FORMAT,
-            "event": _describe_event(step, reason, event),
+            "event": {
+                "event": event,
+                "reason": reason,
+                "step": step.step,
+                "micro_batch": step.micro_batch,
+                "epoch": step.epoch,
+                "loss": None if step.loss is None else float(step.loss.float().mean()),
+                "written": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+                "rank": rank,
+                "world_size": world_size,
+                "nonfinite_here": step.nonfinite_here,
+                "nonfinite_ranks": step.nonfinite_ranks,
+            },
             "model": self.model,
             **before,
             **calls,
@@ -153,23 +171,6 @@ def _describe_possible(values: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _describe_event(step: RecordedStep, reason: str, event: str) -> dict[str, Any]:
-    rank, world_size = read_rank()
-    return {
-        "event": event,
-        "reason": reason,
-        "step": step.step,
-        "micro_batch": step.micro_batch,
-        "epoch": step.epoch,
-        "loss": None if step.loss is None else float(step.loss.float().mean()),
-        "written": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "rank": rank,
-        "world_size": world_size,
-        "nonfinite_here": step.nonfinite_here,
-        "nonfinite_ranks": step.nonfinite_ranks,
-    }
-
-
 def _describe_writes(step: RecordedStep, observer: Observer, *, has_optimizer: bool) -> list[str]:
     """Return a note if the file's weights are not known to be those of the forward."""
     is_skip = step.num_updates > 0 and step.was_skipped and not step.skipped  # a skip of this step is no update
@@ -186,12 +187,9 @@ def _describe_writes(step: RecordedStep, observer: Observer, *, has_optimizer: b
 def fit_into(contents: Mapping[str, Any], max_nbytes: int) -> Mapping[str, Any]:
     """Return the contents, without the weights and the optimizer if they exceed `max_nbytes`.
 
-    The buffers stay: no checkpoint has those as they were.
-
-    Raises:
-        ValueError: the rest does not fit either.
+    The buffers stay: no checkpoint has those as they were. Raises ValueError if the rest does not fit either.
     """
-    size, state, buffers = _num_bytes(contents), contents["state_dict"], contents["buffers"]
+    size, state, buffers = memory_of(tree_tensors(contents)), contents["state_dict"], contents["buffers"]
     if size <= max_nbytes:
         return contents
     left = {
@@ -202,13 +200,9 @@ def fit_into(contents: Mapping[str, Any], max_nbytes: int) -> Mapping[str, Any]:
         "updater": {},
         "left_out": [*contents["left_out"], f"state_dict: the file would have {size} bytes, beyond {max_nbytes}"],
     }
-    if (size := _num_bytes(left)) > max_nbytes:
+    if (size := memory_of(tree_tensors(left))) > max_nbytes:
         raise ValueError(f"it has {size} bytes without the weights, and max_nbytes of the Recorder is {max_nbytes}")
     return left
-
-
-def _num_bytes(tree: Any) -> int:
-    return memory_of(tree_tensors(tree))
 
 
 def _describe_arguments(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -259,14 +253,3 @@ def _describe_importable(thing: Any) -> dict[str, str]:
     if path is None or not (is_own or is_packaged) or not defines_code(path, name, own=is_own):
         raise NotDescribableError
     return source
-
-
-def _advise_loss(source: Mapping[str, str]) -> None:
-    """Log what to change if a replay cannot import the loss: it is not at the top level of a file, or installed."""
-    if source["name"].isidentifier() and (source["file"] or is_typed(source)):
-        return
-    LOG.warning(
-        "nandoctor.Recorder: a replay cannot import the loss (%s), and cannot check gradients without it. Give it a "
-        "function at the top level of a file of this project, def loss_of(output, batch), as loss=loss_of.",
-        source["name"].rpartition(".")[2] or source["name"],
-    )

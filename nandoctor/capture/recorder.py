@@ -20,7 +20,7 @@ from nandoctor.capture.dump_contents import Training, fit_into
 from nandoctor.capture.environment import called_model, unwrap_model
 from nandoctor.capture.hooks import AFTER_UPDATE, BEFORE_UPDATE, Hook, attach, do_nothing, scout_autocast
 from nandoctor.capture.step import Observer, RecordedStep, held
-from nandoctor.capture.step_policy import OnSave, StepPolicy
+from nandoctor.capture.step_policy import StepPolicy
 from nandoctor.capture.step_tracker import StepTracker
 from nandoctor.capture.tensors import can_join, refuse_unknown
 from nandoctor.capture.updates import UNDO_NBYTES
@@ -77,13 +77,22 @@ class Recorder:
     window: int = 100
     keep: int = 5
     max_nbytes: int = 8 << 30
-    on_save: OnSave | None = None
+    on_save: Callable[[Path, Mapping[str, Any]], object] | None = None
     undo_nbytes: int = UNDO_NBYTES
     training_step: bool = False
     from_output: bool = False
 
     def __post_init__(self) -> None:
-        self._check_settings()
+        if not isinstance(self.arguments, Mapping | None):
+            raise NanDoctorError(
+                f"Recorder takes arguments by name, not as {type(self.arguments).__name__}.",
+                remedy='Give them by name: arguments={"width": 64}.',
+            )
+        if not 0 <= self.threshold <= 1 or min(self.window, self.keep) < 1:
+            raise NanDoctorError(
+                f"Recorder does not accept threshold={self.threshold}, window={self.window} and keep={self.keep}.",
+                remedy="threshold is a share from 0 to 1 (0 stops at once, 1 never); window and keep are 1 or more.",
+            )
         self._handles = ExitStack()
         self._policy = StepPolicy(settings=self, make_contents=self._make_contents)
         self._is_idle = False
@@ -99,18 +108,6 @@ class Recorder:
             self._track(Observer(nn.Module(), self.undo_nbytes), None)
         atexit.register(self._at_exit)  # for a script that ends in an error before it calls close
         self._handles.callback(atexit.unregister, self._at_exit)
-
-    def _check_settings(self) -> None:
-        if not isinstance(self.arguments, Mapping | None):
-            raise NanDoctorError(
-                f"Recorder takes arguments by name, not as {type(self.arguments).__name__}.",
-                remedy='Give them by name: arguments={"width": 64}.',
-            )
-        if not 0 <= self.threshold <= 1 or min(self.window, self.keep) < 1:
-            raise NanDoctorError(
-                f"Recorder does not accept threshold={self.threshold}, window={self.window} and keep={self.keep}.",
-                remedy="threshold is a share from 0 to 1 (0 stops at once, 1 never); window and keep are 1 or more.",
-            )
 
     def _follow_model(self) -> None:
         refuse_unknown(self.model)
@@ -169,13 +166,8 @@ class Recorder:
     def begin(self, batch: Any = None) -> None:
         """Begin a step, if `with recorder.step(batch):` does not fit in; `end` or the next `begin` ends it.
 
-        They do not see an exception that the loop or the backward pass raises; that of a forward they do.
-
-        Args:
-            batch: as for `step`.
-
-        Raises:
-            NonFiniteTrainingError: as for `step`.
+        They do not see an exception that the loop or the backward pass raises; that of a forward they do. The batch and
+        what is raised are as for `step`.
         """
         self._begin(batch, explicit=True)
 
@@ -262,22 +254,14 @@ class Recorder:
         return Hook(self._policy.save)(self._tracker.current, reason)  # type: ignore[no-any-return]
 
     def end(self) -> None:
-        """End the step that `begin` began.
-
-        Raises:
-            NonFiniteTrainingError: as for `step`.
-        """
+        """End the step that `begin` began. Raises NonFiniteTrainingError, as for `step`."""
         step = self._tracker.current
         if step is not None and not step.flags and (step.returned or not step.calls):
             self.watch()
         self._start_step(None)
 
     def close(self) -> None:
-        """Check the last step, and remove all hooks.
-
-        Raises:
-            NonFiniteTrainingError: as for `step`.
-        """
+        """Check the last step, and remove all hooks. Raises NonFiniteTrainingError, as for `step`."""
         with self._handles:
             self._start_step(None, final=True)
 

@@ -107,9 +107,8 @@ class RecordedStep:
     @property
     def spoiled(self) -> Update | None:
         """The first update that left a weight non-finite."""
-        return next(
-            (update for update in self.updates if update.weights is not None and update.weights.nonfinite), None
-        )
+        spoiling = (update for update in self.updates if update.weights is not None and update.weights.nonfinite)
+        return next(spoiling, None)
 
     @property
     def reason(self) -> str:
@@ -251,12 +250,19 @@ class Observer:
         self._built_dtype = dtype_name(torch.get_default_dtype())
         self.sharded = any(map(is_sharded, model.parameters()))
         self._paths, self._modules = zip(*model.named_modules(), strict=True)
-        self._keeper = StateKeeper(model, undo_nbytes)
+        buffers = _places_of(model, buffers_of)
         held = [(place, place[1][place[2]]) for place in _places_of(model, parameters_of)]
         weights = [(place, weight) for place, weight in held if weight is not None]
         trained = [place for place, weight in weights if weight.requires_grad and can_join(weight)]
-        self._first = [*(place for place, _ in weights), *_places_of(model, buffers_of)][:1]
+        self._first = [*(place for place, _ in weights), *buffers][:1]
         self._ends = [*trained[:1], *trained[-1:]]
+        # The forward may write buffers and frozen weights (running statistics, a queue, a momentum encoder), and so may
+        # the loop before the step is decided.
+        kept = [*buffers, *(place for place, weight in weights if not weight.requires_grad)]
+        self._kept_names = [path for path, *_ in kept]
+        self._kept_places = [registry for _, registry, _ in kept], [name for *_, name in kept]
+        self._num_buffers = len(buffers)
+        self._plan: _SnapshotPlan | None = None
         self.device, self.generators = self._find_device(), Generators()
         self.autocast_inside: dict[str, Any] | None = None
 
@@ -267,8 +273,11 @@ class Observer:
     def look(self) -> StateBefore:
         """Return the current state."""
         self.device = self._find_device()  # the model may be moved after its recorder was made
+        tensors: Tensors = tuple(map(dict.get, *self._kept_places))
+        if self._plan is None or not (self._plan.is_final and all(map(is_, tensors, self._plan.tensors))):
+            self._plan = _SnapshotPlan(self._kept_names, tensors, self._num_buffers, self.undo_nbytes)
         return StateBefore(
-            kept=self._keeper.keep(),
+            kept=self._plan.take(),
             training=tuple(map(_IS_TRAINING, self._modules)),
             autocast=read_autocast(self.device.type),
             default_dtype=torch.get_default_dtype(),
@@ -376,28 +385,3 @@ class _SnapshotPlan:
         copies = dict(zip(self._copied, self._order.split(joined), strict=True))
         stamped = zip(self._watched, stamps, _stamps_of([*self._watched.values()]), strict=True)
         return self._buffers | copies, [name for name, before, now in stamped if before != now]
-
-
-class StateKeeper:
-    """A record of the buffers, and of the parameters without gradients, as they were before a forward.
-
-    The forward may write them (running statistics, a queue, a momentum encoder), and so may the loop before the step is
-    decided.
-    """
-
-    def __init__(self, model: nn.Module, undo_nbytes: int) -> None:
-        buffers = _places_of(model, buffers_of)
-        held = [(place, place[1][place[2]]) for place in _places_of(model, parameters_of)]
-        frozen = [place for place, parameter in held if parameter is not None and not parameter.requires_grad]
-        self._names = [path for path, *_ in (*buffers, *frozen)]
-        self._registries = [registry for _, registry, _ in (*buffers, *frozen)]
-        self._own_names = [name for *_, name in (*buffers, *frozen)]
-        self._num_buffers, self._undo_nbytes = len(buffers), undo_nbytes
-        self._plan: _SnapshotPlan | None = None
-
-    def keep(self) -> _Snapshot:
-        """Return a snapshot of the current state."""
-        tensors: Tensors = tuple(map(dict.get, self._registries, self._own_names))
-        if self._plan is None or not (self._plan.is_final and all(map(is_, tensors, self._plan.tensors))):
-            self._plan = _SnapshotPlan(self._names, tensors, self._num_buffers, self._undo_nbytes)
-        return self._plan.take()

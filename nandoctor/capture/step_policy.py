@@ -9,7 +9,6 @@ import shlex
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,15 +24,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("nandoctor")
 
-SMALLEST_SCALE = 1.0
-"""A gradient that overflows at a loss scale below this overflows without scaling too. Above it, halving the scale
-helps, and GradScaler does so to find a scale: in its warm-up, and at a scale that it has just grown to."""
 
-
-OnSave = Callable[[Path, Mapping[str, Any]], object]
-
-
-@dataclass(slots=True, kw_only=True)
 class StepPolicy:
     """A policy that counts finished steps, saves the first failed step of each episode, and stops the training.
 
@@ -47,26 +38,21 @@ class StepPolicy:
     training that fails at every other step must not spend its time on writing.
     """
 
-    settings: Recorder
-    make_contents: Callable[[RecordedStep, str, str], Mapping[str, Any]]
-    written: dict[Path, str] = field(default_factory=dict)
-    _failed: deque[bool] = field(init=False)
-    _num_steps: int = 0
-    _in_episode: bool = False
-    _last_worth_saving: int | None = None
-    _last_saved: int = 0
-    _last_fit: float = -math.inf
-
-    def __post_init__(self) -> None:
-        self._failed = deque(maxlen=self.settings.window)
+    def __init__(
+        self, *, settings: Recorder, make_contents: Callable[[RecordedStep, str, str], Mapping[str, Any]]
+    ) -> None:
+        self.settings, self.make_contents = settings, make_contents
+        self.written: dict[Path, str] = {}
+        self._failed: deque[bool] = deque(maxlen=settings.window)
+        self._num_steps = self._last_saved = 0
+        self._in_episode, self._last_worth_saving, self._last_fit = False, -1, -math.inf
         with suppress(OSError):
-            remove_orphans(Path(self.settings.folder))  # left by an earlier run that was killed
+            remove_orphans(Path(settings.folder))  # left by an earlier run that was killed
 
     def decide(self, step: RecordedStep, *, may_stop: bool) -> None:
         """Count the step, and save it if it begins an episode or ends the training.
 
-        Raises:
-            NonFiniteTrainingError: the rule says to stop, and `may_stop` is set.
+        Raises NonFiniteTrainingError if the rule says to stop, and `may_stop` is set.
         """
         step.decided = True
         reason, scale = step.reason, step.loss_scale
@@ -154,8 +140,12 @@ def say_next(path: Path, written: Mapping[str, Any]) -> str:
 
 
 def _is_below_1(scale: float | None) -> bool:
-    """Return True for a loss scale that GradScaler's search does not explain."""
-    return scale is not None and scale < SMALLEST_SCALE
+    """Return True for a loss scale that GradScaler's search does not explain.
+
+    A gradient that overflows at a loss scale below 1 overflows without scaling too. Above it, halving the scale helps,
+    and GradScaler does so to find a scale: in its warm-up, and at a scale that it has just grown to.
+    """
+    return scale is not None and scale < 1
 
 
 def _describe(step: RecordedStep, reason: str) -> str:

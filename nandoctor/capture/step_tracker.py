@@ -113,8 +113,9 @@ class StepTracker:
             step.skipped = step.skipped or (is_known and scale.values() < step.scale.values())
         if self._scaler is None:
             self._look_at_gradients(step, over_ranks=self._observer.sharded and not final)
-        else:
-            self._foresee_skip(step)
+        elif step.awaits_gradients:  # what is added to non-finite ones stays so, and the scaler will skip it
+            gradients = self.trainers.find_all().gradients()
+            step.skip = Flag(0.0 if gradients is None else ~torch.as_tensor(gradients).isfinite())
         self._note_write(step)
         self._pending.append(step)
 
@@ -136,12 +137,6 @@ class StepTracker:
         if step.awaits_gradients:
             gradients = self.trainers.find_all().gradients()
             step.accumulated = flag_magnitude(gradients, self._observer.device, ask_all=over_ranks)
-
-    def _foresee_skip(self, step: RecordedStep) -> None:
-        """Flag a micro-batch with non-finite gradients: what is added to them stays so, and the scaler will skip it."""
-        if step.awaits_gradients:
-            largest = self.trainers.find_all().gradients()
-            step.skip = Flag(0.0 if largest is None else ~torch.as_tensor(largest).isfinite())
 
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -351,16 +346,11 @@ def _is_for_nonfinite(error: BaseException) -> bool:
     if not isinstance(error, Exception) or isinstance(error, torch.OutOfMemoryError):
         return False
     inside = [list(frame.f_locals.values()) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    tensors = filter(_is_readable, tree_tensors(inside))
-    is_shown = any(not _is_sound(tensor) for tensor in tensors if tensor.requires_grad)
-    return is_shown or isinstance(error, FloatingPointError)
-
-
-def _is_sound(tensor: torch.Tensor) -> bool:
-    return bool(tensor.isfinite() if tensor.numel() == 1 else (tensor < math.inf).all())
-
-
-def _is_readable(value: Any) -> bool:
-    """Return True for a plain tensor of floats wider than a byte, which can be read without asking another rank."""
-    is_dense = can_join(value) and not (is_wrapped(value) or value.is_nested or value.is_meta)
-    return is_dense and value.is_floating_point() and value.element_size() > 1
+    for tensor in tree_tensors(inside):
+        # A plain tensor of floats wider than a byte can be read without asking another rank.
+        is_plain = can_join(tensor) and not (is_wrapped(tensor) or tensor.is_nested or tensor.is_meta)
+        if is_plain and tensor.requires_grad and tensor.is_floating_point() and tensor.element_size() > 1:
+            is_sound = tensor.isfinite() if tensor.numel() == 1 else (tensor < math.inf).all()
+            if not bool(is_sound):
+                return True
+    return isinstance(error, FloatingPointError)

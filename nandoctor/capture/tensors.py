@@ -183,12 +183,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def refuse_unknown(model: nn.Module) -> None:
-    """Raise for wrappers whose weights or steps a recorder cannot follow.
-
-    Raises:
-        NanDoctorError: a part of the model is wrapped in FSDP1, which keeps the weights of many layers in one tensor.
-        TypeError: the model is an engine of DeepSpeed, which has its own gradients, weights and steps.
-    """
+    """Raise TypeError or NanDoctorError for wrappers whose weights or steps a recorder cannot follow."""
     if type(model).__module__.partition(".")[0] == "deepspeed":
         raise TypeError("DeepSpeed's engine has its own gradients and updates, which the recorder does not know")
     wrapper = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())

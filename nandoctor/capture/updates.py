@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,7 +17,6 @@ from nandoctor.capture.tensors import Flag, JoinOrder, can_join, is_sharded, lar
 from nandoctor.machine import memory_of
 from nandoctor.torch_compat import copy_tensors
 
-_GRAD = attrgetter("grad")
 UNDO_NBYTES = 1 << 30
 _UNDO_SHARE = 0.02
 """The largest share of a device's memory for a copy of the weights; more might take what the training needs."""
@@ -49,7 +47,9 @@ class TrainedParameters:
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], undo_nbytes: int) -> None:
-        owned = {name: parameter for name, parameter in parameters.items() if _can_be_written(parameter)}
+        # No update writes lazy parameters, which have no shape, nor one-byte floats.
+        made = {name: parameter for name, parameter in parameters.items() if not is_lazy(parameter)}
+        owned = {name: it for name, it in made.items() if not it.is_floating_point() or it.element_size() > 1}
         found = largest_magnitude(owned.values())
         if found is not None and not bool(found.isfinite()):
             owned = {name: parameter for name, parameter in owned.items() if not _num_nonfinite(parameter)}
@@ -69,7 +69,7 @@ class TrainedParameters:
 
     def gradients(self) -> torch.Tensor | float | None:
         """Return the largest magnitude among the gradients, NaN if one is NaN; None without gradients."""
-        return self._measure(list(map(_GRAD, self.parameters)))
+        return self._measure([parameter.grad for parameter in self.parameters])
 
     def weights(self) -> torch.Tensor | float | None:
         """Return the largest magnitude among the weights, NaN if one is NaN; None without weights."""
@@ -144,11 +144,6 @@ def _outline(parameters: Sequence[torch.Tensor]) -> tuple[object, ...]:
     """Return what differs after a group was given other parameters, or the model was moved or cast."""
     first = parameters[0] if parameters else None
     return len(parameters), id(first), getattr(first, "device", None), getattr(first, "dtype", None)
-
-
-def _can_be_written(parameter: torch.Tensor) -> bool:
-    """Return False for what no update writes: lazy parameters without a shape, and one-byte floats."""
-    return not is_lazy(parameter) and not (parameter.is_floating_point() and parameter.element_size() == 1)
 
 
 def has_room(tensors: Sequence[torch.Tensor], undo_nbytes: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -69,11 +69,12 @@ class Contents:
     arrays: dict[str, torch.Tensor] = field(default_factory=dict)
     with_grad: set[str] = field(default_factory=set)
     scalars: dict[str, Any] = field(default_factory=dict)
-    rng_states: dict[str, torch.Tensor] = field(default_factory=dict)
+    rng_states: list[torch.Tensor] = field(default_factory=list)
     moments: list[SecondMoment] = field(default_factory=list)
     idle: dict[str, Any] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     tree: Any = None
+    recorded: Recorded | None = None
     num_values: int = 0
     claimed_nbytes: int = 0
 
@@ -81,8 +82,7 @@ class Contents:
 def sort_contents(saved: object, nbytes: int, *, as_torch: bool) -> Contents:
     """Sort the saved object; a list such as [state, image, logit] is taken as a dict with its indices as keys.
 
-    Raises:
-        DumpError: it is not a dict, list or module, is nested too deeply, or has invalid names or tensors.
+    Raises DumpError if it is not a dict, list or module, is nested too deeply, or has invalid names or tensors.
     """
     if isinstance(saved, list | tuple) and any(is_array(item) or isinstance(item, Mapping) for item in saved):
         saved = dict(enumerate(saved))
@@ -91,11 +91,8 @@ def sort_contents(saved: object, nbytes: int, *, as_torch: bool) -> Contents:
             f"it holds {_describe(saved)}, not a dict.",
             remedy='Save torch.save({"state_dict": model.state_dict(), "image": image, "logit": logit}, path).',
         )
-    return _sort_all(saved, Contents(nbytes=nbytes, as_torch=as_torch))
-
-
-def _sort_all(saved: Mapping[Any, object], contents: Contents) -> Contents:
-    """Sort the items of the file; those of one flat dict with dotted names, as torch gives them, are its weights."""
+    contents = Contents(nbytes=nbytes, as_torch=as_torch)
+    # The items of one flat dict with dotted names, as torch gives them, are its weights.
     tensors = (key for key, item in saved.items() if is_array(item) or is_extra_state(key))
     dotted = {key: saved[key] for key in tensors if isinstance(key, str) and "." in key}
     maps = [("", saved), *((str(key), item) for key, item in saved.items() if isinstance(item, Mapping))]
@@ -107,12 +104,8 @@ def _sort_all(saved: Mapping[Any, object], contents: Contents) -> Contents:
     return contents
 
 
-def sort_recorded(saved: Mapping[str, Any], nbytes: int, *, as_torch: bool) -> tuple[Contents, Recorded]:
-    """Sort the contents of a recorder's file: nothing is guessed, everything is checked.
-
-    Raises:
-        DumpError: a part of it does not match the format, or it has no weights and does not say why.
-    """
+def sort_recorded(saved: Mapping[str, Any], nbytes: int, *, as_torch: bool) -> Contents:
+    """Sort the contents of a recorder's file: nothing is guessed, and DumpError is raised for what does not fit."""
     contents = Contents(nbytes=nbytes, as_torch=as_torch)
     contents.left_out += [brief(text, 200) for text in get(saved, "left_out", list, []) if isinstance(text, str)]
     # Weights that did not fit into the file are named in `left_out`.
@@ -121,7 +114,9 @@ def sort_recorded(saved: Mapping[str, Any], nbytes: int, *, as_torch: bool) -> t
         raise DumpError("it has no state dict.", remedy=AS_WRITTEN)
     contents.states["state_dict"] = _take_state(contents, "state_dict", state)
     take = partial(_take_unique, contents, {})
-    recorded = read_recorded(saved, take, partial(_take_tensor, contents))
+    contents.recorded = recorded = read_recorded(saved, take, partial(_take_tensor, contents))
+    contents.with_grad.update(name for call in recorded.calls for name in call.with_grad)
+    contents.rng_states += recorded.rng.torch_states if recorded.rng is not None else ()
     name_tensors(saved.get("output"), "output", take)
     for part, prefix in (("event", ""), ("scaler", "scaler")):
         for name, value in get(saved, part, Mapping[str, Any], {}).items():
@@ -129,19 +124,17 @@ def sort_recorded(saved: Mapping[str, Any], nbytes: int, *, as_torch: bool) -> t
                 _sort(contents, _join(prefix, _check_name(name)), value, depth=1)
     if recorded.updater is not None:
         _take_moments(contents, "updater", recorded.updater.state, recorded.updater.groups)
-    return contents, recorded
+    return contents
 
 
 def _take_unique(contents: Contents, names: dict[tuple[Any, ...], str], name: str, value: Any) -> str:
-    """Keep the array of a recorder's file, and return its name in `names`, which has the arrays kept so far by place.
-
-    Data with two names, such as an input taken from the batch, is kept once, under the first.
-    """
+    """Keep the array of a recorder's file, and return its name in `names`, which has those kept so far by place."""
     if not is_array(value):
         found = _describe(value)
         raise DumpError(f"{brief(name)!r} is {found}, which is neither a tensor nor plain data.", remedy=AS_WRITTEN)
     tensor = _take_tensor(contents, _check_name(name), value)
     is_plain = isinstance(value, StoredTensor) and value.numel() > 0
+    # Data with two names, such as an input taken from the batch, is kept once, under the first.
     place = (value.address, value.shape, value.raw.strides, value.dtype) if is_plain else (name,)
     first = names.setdefault(place, name)
     contents.arrays.setdefault(first, tensor)
@@ -176,7 +169,7 @@ def _sort(contents: Contents, name: str, value: object, depth: int) -> Any:
     elif is_random_state(name) and isinstance(value, Mapping):  # {"torch": ..., "cuda": ...}
         _sort_items(contents, name, value, depth)
     elif is_random_state(name) and is_bytes(value):
-        contents.rng_states[name] = read_generator(partial(_take_tensor, contents), value, name)
+        contents.rng_states.append(read_generator(partial(_take_tensor, contents), value, name))
     elif is_bookkeeping(name):
         contents.left_out.append(name)
         _keep_idle(contents, name, value)
@@ -437,11 +430,11 @@ class SecondMoment:
     "". `eps` is what the optimizer adds to the root, in the format of `values`. `decay` is the mean's, 0 for a sum.
     """
 
-    index: int = 0
+    index: int
     name: str
     eps: float
     values: torch.Tensor
-    decay: float = 0.0
+    decay: float
 
 
 def read_second_moments(state: object, groups: object) -> tuple[SecondMoment, ...]:
@@ -451,30 +444,27 @@ def read_second_moments(state: object, groups: object) -> tuple[SecondMoment, ..
     parameter be in one group only, so further mentions of it are skipped too. Fused optimizers are left out: their
     kernels keep root and eps in fp32, whatever the format of the weights.
     """
+    first: dict[int | str, SecondMoment] = {}
     if not isinstance(state, Mapping) or not isinstance(groups, (list, tuple)):
         return ()
-    first: dict[int | str, SecondMoment] = {}
-    for group in (group for group in groups if isinstance(group, Mapping)):
-        for key, moment in _of_group(group, state):
-            first.setdefault(key, replace(moment, index=key if isinstance(key, int) else len(first)))
-    return tuple(first.values())
-
-
-def _of_group(
-    group: Mapping[object, object], state: Mapping[object, object]
-) -> Iterator[tuple[int | str, SecondMoment]]:
-    eps, keys, names = group.get("eps"), group.get("params"), group.get("param_names")
-    betas = group.get("betas")  # of Adam; RMSprop has an alpha, and Adagrad sums without decay
-    decay = betas[1] if isinstance(betas, (tuple, list)) and len(betas) == 2 else group.get("alpha")
-    decay = decay if isinstance(decay, float) and 0 <= decay < 1 else 0.0
-    if not isinstance(eps, float) or not isinstance(keys, list) or group.get("fused") is True:
-        return
-    for position, key in enumerate(keys):
-        slots = state.get(key) if isinstance(key, (int, str)) else None
-        if not isinstance(slots, Mapping):
+    for group in groups:
+        fields = group if isinstance(group, Mapping) else {}
+        eps, keys, names = fields.get("eps"), fields.get("params"), fields.get("param_names")
+        if not isinstance(eps, float) or not isinstance(keys, list) or fields.get("fused") is True:
             continue
-        values = next((slots[name] for name in _MOMENT_NAMES if is_tensor(slots.get(name))), None)
-        if is_dense(values) and dtype_name(values.dtype) in _DTYPES:
-            name = names[position] if isinstance(names, list) and position < len(names) else key
-            named = name if isinstance(name, str) else ""
-            yield key, SecondMoment(name=named, eps=eps, values=values, decay=decay)
+        betas = fields.get("betas")  # of Adam; RMSprop has an alpha, and Adagrad sums without decay
+        decay = betas[1] if isinstance(betas, (tuple, list)) and len(betas) == 2 else fields.get("alpha")
+        for position, key in enumerate(keys):
+            slots = state.get(key) if isinstance(key, (int, str)) and key not in first else None
+            held = slots if isinstance(slots, Mapping) else {}
+            values = next((held[name] for name in _MOMENT_NAMES if is_tensor(held.get(name))), None)
+            if is_dense(values) and dtype_name(values.dtype) in _DTYPES:
+                name = names[position] if isinstance(names, list) and position < len(names) else key
+                first[key] = SecondMoment(
+                    index=key if isinstance(key, int) else len(first),
+                    name=name if isinstance(name, str) else "",
+                    eps=eps,
+                    values=values,
+                    decay=decay if isinstance(decay, float) and 0 <= decay < 1 else 0.0,
+                )
+    return tuple(first.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -159,7 +159,11 @@ _SCALE_NAMES = frozenset({"scale", "loss_scale", "grad_scale", "scaler"})
 
 def summarize(dump: Dump) -> DumpSummary:
     """Summarise the dump, with exact counts of NaN and infinities, in one pass over each finite tensor."""
-    arrays = _summarize_arrays(dump.arrays)
+    arrays = [_summarize(name, tensor, role_of(name)) for name, tensor in dump.arrays.items()]
+    if not any(entry.role == "output" for entry in arrays):  # non-finite ones of unknown role caused the dump
+        for place, entry in enumerate(arrays):
+            if entry.role == "unknown" and entry.num_bad:
+                arrays[place] = replace(entry, role="output")
     weights = [_summarize(name, tensor, None) for name, tensor in dump.state.items()]
     nonfinite = [entry for entry in weights if entry.num_bad]
     bad_buffers = tuple(entry for entry in nonfinite if is_buffer(entry.name))
@@ -169,7 +173,7 @@ def summarize(dump: Dump) -> DumpSummary:
         layout=dump.layout,
         num_weights=len(dump.state),
         num_parameters=sum(tensor.numel() for name, tensor in dump.state.items() if not is_buffer(name)),
-        arrays=arrays,
+        arrays=tuple(arrays),
         scalars=tuple((name, brief_value(value)) for name, value in dump.scalars.items()),
         bad_weights=tuple(entry for entry in nonfinite if not is_buffer(entry.name)),
         bad_buffers=bad_buffers,
@@ -181,16 +185,6 @@ def summarize(dump: Dump) -> DumpSummary:
 def is_buffer(name: str) -> bool:
     """Return True for the name of a buffer that a normalisation layer updates in its forward."""
     return name.rpartition(".")[2] in _BUFFER_NAMES
-
-
-def _summarize_arrays(arrays: Mapping[str, torch.Tensor]) -> tuple[ArraySummary, ...]:
-    """Summarise the arrays; if no name is an output's, non-finite arrays of unknown role are: they caused the dump."""
-    entries = [_summarize(name, tensor, role_of(name)) for name, tensor in arrays.items()]
-    if any(entry.role == "output" for entry in entries):
-        return tuple(entries)
-    return tuple(
-        replace(entry, role="output") if entry.role == "unknown" and entry.num_bad else entry for entry in entries
-    )
 
 
 def _summarize(name: str, tensor: torch.Tensor, role: Role | None) -> ArraySummary:
@@ -214,7 +208,7 @@ def _count_nonfinite(tensor: torch.Tensor | StoredTensor) -> tuple[int, int, int
     return count_nonfinite(tensor)
 
 
-def _missing(dump: Dump, arrays: tuple[ArraySummary, ...], bad_buffers: tuple[ArraySummary, ...]) -> Iterator[str]:
+def _missing(dump: Dump, arrays: Sequence[ArraySummary], bad_buffers: tuple[ArraySummary, ...]) -> Iterator[str]:
     """Yield what the file lacks for a full replay, the gravest first; a file of weights alone lacks only its batch."""
     if not dump.holds_weights:
         yield "No weights: a replay takes them from a checkpoint, with --weights PATH."

@@ -28,7 +28,7 @@ from nandoctor.text import brief, brief_list
 
 _ZIP_MAGIC = b"PK\x03\x04"
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
-# zipfile makes an object of half a kilobyte for each entry; torch.save writes one entry for each storage.
+# Bounded before zipfile makes an object of half a kilobyte for each entry; torch.save writes one for each storage.
 _MAX_DIRECTORY_NBYTES = 32 << 20
 _HEAD_NBYTES = 512
 _MAX_PICKLE_NBYTES = 128 << 20
@@ -110,8 +110,7 @@ class Container:
 def open_container(path: Path) -> Container:
     """Open the file, and check its beginning, its zip directory and its checksums.
 
-    Raises:
-        DumpError: it is missing, unreadable, empty, cut short, altered, or not a file of torch.save.
+    Raises DumpError if it is missing, unreadable, empty, cut short, altered, or not a file of torch.save.
     """
     shown = shlex.quote(brief(str(path), 1000))
     try:
@@ -144,10 +143,7 @@ def directory_error(path: Path) -> DumpError:
 
 
 def _open_data(file: BufferedReader, nbytes: int) -> mmap.mmap:
-    """Return the file, copied into memory or, if it is large, mapped.
-
-    A copy is immune to later writes to, or truncation of, the file.
-    """
+    """Return the file, mapped if it is large, else copied into memory, where no later write to the file changes it."""
     if nbytes >= _MAPPED_NBYTES:
         return mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_COPY)
     before, copied = os.fstat(file.fileno()), mmap.mmap(-1, nbytes, access=mmap.ACCESS_COPY)
@@ -161,9 +157,7 @@ def _open_data(file: BufferedReader, nbytes: int) -> mmap.mmap:
 def regular_size(path: Path) -> int:
     """Return the size of a file, in bytes, before it is opened: opening a pipe, or reading a device, may never end.
 
-    Raises:
-        DumpError: it is not a regular file, or is empty.
-        OSError: it cannot be found.
+    Raises DumpError if it is not a regular file, or is empty, and OSError if it cannot be found.
     """
     status = path.stat()
     if stat.S_ISDIR(status.st_mode):
@@ -224,7 +218,13 @@ def _find_members(data: mmap.mmap) -> dict[str, Member]:
     """Return the members of the archive by name, in the order of its directory."""
     file = cast(IO[bytes], data)
     try:
-        _check_directory(file)
+        end = zipfile._EndRecData(file)  # type: ignore[attr-defined] # two readers could find two
+        size = end[zipfile._ECD_SIZE] if end is not None else 0  # type: ignore[attr-defined]
+        if size > _MAX_DIRECTORY_NBYTES:
+            raise DumpError(
+                f"its zip directory claims {size:,} bytes, more than any training step needs.",
+                remedy="Save the tensors of the failing step in one flat dict.",
+            )
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
     except (MemoryError, DumpError):
@@ -250,17 +250,6 @@ def _find_members(data: mmap.mmap) -> dict[str, Member]:
     if any(after.offset < member.offset + member.nbytes for member, after in pairwise(in_order)):
         raise damaged("two parts of it overlap")
     return members
-
-
-def _check_directory(file: IO[bytes]) -> None:
-    """Bound the size of the directory, where zipfile itself finds that, before it makes objects of it."""
-    end = zipfile._EndRecData(file)  # type: ignore[attr-defined] # two readers could find two
-    size = end[zipfile._ECD_SIZE] if end is not None else 0  # type: ignore[attr-defined]
-    if size > _MAX_DIRECTORY_NBYTES:
-        raise DumpError(
-            f"its zip directory claims {size:,} bytes, more than any training step needs.",
-            remedy="Save the tensors of the failing step in one flat dict.",
-        )
 
 
 def _locate(data: mmap.mmap, entry: zipfile.ZipInfo) -> Member:

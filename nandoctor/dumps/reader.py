@@ -12,13 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nandoctor.dumps.classify import choose_state, sort_contents, sort_recorded
+from nandoctor.dumps.classify import Contents, choose_state, sort_contents, sort_recorded
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.file_type import Container, damaged, directory_error, hostile, open_container, regular_size
-from nandoctor.dumps.recorded_format import get, is_recorded
-from nandoctor.dumps.signature import check_signature
+from nandoctor.dumps.recorded_format import Recorded, get, is_recorded
+from nandoctor.dumps.signature import Provenance, check_signature
 from nandoctor.dumps.unpickle import load_pickle
 from nandoctor.errors import DumpError
+from nandoctor.evidence.dump_summary import Layout
 from nandoctor.machine import is_out_of_memory
 from nandoctor.text import brief, brief_list, byte_size
 
@@ -48,8 +49,7 @@ def read_dump(path: str | os.PathLike[str], *, as_torch: bool = True) -> Dump:
         DumpError: the file is missing, damaged or hostile, is of another kind, or has neither weights nor arrays.
     """
     with _named(Path(path)):
-        container = open_container(Path(path))
-        return _make_dump(container, _load(container), as_torch=as_torch)
+        return _read(Path(path), as_torch=as_torch)
 
 
 @contextmanager
@@ -88,8 +88,7 @@ def _read_file(path: Path, name: str = "") -> State:
     """Return the weights in a file, even if it is one part of several; those of that name, if one is given."""
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
-    container = open_container(path)
-    dump = _make_dump(container, _load(container), as_torch=True)
+    dump = _read(path, as_torch=True)
     states = {dump.state_name: dump.state, **dump.other_states}
     if name and name not in states:
         raise DumpError(f"it has no weights under {name!r}.", remedy=f"Their names are: {brief_list(states)}.")
@@ -132,61 +131,57 @@ def _read_safetensors(path: Path) -> State:
     return sort_contents({"weights": state}, nbytes, as_torch=True).states["weights"]
 
 
-def _make_dump(container: Container, saved: object, *, as_torch: bool) -> Dump:
+def _read(path: Path, *, as_torch: bool) -> Dump:
+    container = open_container(path)
+    saved = _load(container)
     if is_recorded(saved):
-        return _make_recorded(container, saved, as_torch=as_torch)
-    contents = sort_contents(saved, container.nbytes, as_torch=as_torch)
-    if not (contents.states or contents.arrays):
-        names = [*contents.scalars, *contents.left_out]
-        raise DumpError(
-            f"it holds neither a state dict nor arrays, only: {brief_list(names) or 'nothing'}.",
-            remedy='Save the weights with the batch: torch.save({"state_dict": model.state_dict(), ...}, path).',
-        )
-    state_name = choose_state(contents.states) if contents.states else ""
+        contents = _sort_recorded(container, saved, as_torch=as_torch)
+        layout: Layout = "nandoctor.dump/1"
+        state_name = "state_dict"
+        # By the signature over the bytes that were unpickled, and those that are mapped.
+        data, begin = memoryview(container.data), container.pickle_offset
+        provenance = check_signature(data[:begin], container.pickle, data[begin + len(container.pickle) :])
+    else:
+        contents = sort_contents(saved, container.nbytes, as_torch=as_torch)
+        if not (contents.states or contents.arrays):
+            names = [*contents.scalars, *contents.left_out]
+            raise DumpError(
+                f"it holds neither a state dict nor arrays, only: {brief_list(names) or 'nothing'}.",
+                remedy='Save the weights with the batch: torch.save({"state_dict": model.state_dict(), ...}, path).',
+            )
+        layout = "batch-only" if not contents.states else "plain" if contents.arrays else "weights-only"
+        state_name, provenance = choose_state(contents.states) if contents.states else "", Provenance()
     other_states = {name: other for name, other in contents.states.items() if name != state_name}
     return Dump(
-        path=container.path,
+        path=path,
         nbytes=container.nbytes,
-        layout="batch-only" if not contents.states else "plain" if contents.arrays else "weights-only",
+        layout=layout,
         state=contents.states.get(state_name, {}),
         state_name=state_name,
         other_states=other_states,
         arrays=contents.arrays,
         with_grad=frozenset(contents.with_grad),
         scalars=contents.scalars,
-        rng_states=tuple(contents.rng_states.values()),
+        rng_states=tuple(contents.rng_states),
         moments=tuple(contents.moments),
         idle=contents.idle,
         tree=contents.tree,
-        left_out=(*other_states, *contents.left_out),
+        left_out=() if contents.recorded else (*other_states, *contents.left_out),
+        missing=tuple(contents.left_out) if contents.recorded else (),
+        recorded=contents.recorded or Recorded(),
+        provenance=provenance,
     )
 
 
-def _make_recorded(container: Container, saved: Mapping[str, Any], *, as_torch: bool) -> Dump:
-    nbytes, data, begin = container.nbytes, memoryview(container.data), container.pickle_offset
+def _sort_recorded(container: Container, saved: Mapping[str, Any], *, as_torch: bool) -> Contents:
+    nbytes = container.nbytes
     if saved.get("shards"):
         from nandoctor.dumps.tensors import join_shards
 
         joined = join_shards(saved, container.path, _load_recorded)
         saved = {**saved, "state_dict": {**get(saved, "state_dict", Mapping[str, Any], {}), **joined}}
         nbytes += sum(tensor.nbytes for tensor in joined.values())  # which the file that was named need not have
-    contents, recorded = sort_recorded(saved, nbytes, as_torch=as_torch)
-    return Dump(
-        path=container.path,
-        nbytes=container.nbytes,
-        layout="nandoctor.dump/1",
-        state=contents.states["state_dict"],
-        state_name="state_dict",
-        arrays=contents.arrays,
-        with_grad=frozenset(name for call in recorded.calls for name in call.with_grad),
-        scalars=contents.scalars,
-        rng_states=recorded.rng.torch_states if recorded.rng is not None else (),
-        moments=tuple(contents.moments),
-        recorded=recorded,
-        # By the signature over the bytes that were unpickled, and those that are mapped.
-        provenance=check_signature(data[:begin], container.pickle, data[begin + len(container.pickle) :]),
-        missing=tuple(contents.left_out),
-    )
+    return sort_recorded(saved, nbytes, as_torch=as_torch)
 
 
 def _load_recorded(path: Path) -> Mapping[str, Any]:

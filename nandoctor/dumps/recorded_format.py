@@ -221,11 +221,7 @@ class Recorded:
 
 
 def is_recorded(saved: object) -> TypeGuard[dict[str, Any]]:
-    """Return True if this is a file of the format that the recorder writes.
-
-    Raises:
-        DumpError: it is of a later version.
-    """
+    """Return True if this is a file of the recorder's format. Raises DumpError if that is a later version's."""
     written = saved.get("format") if type(saved) is dict else None
     if not isinstance(written, str) or not written.startswith("nandoctor.dump/"):
         return False
@@ -240,10 +236,7 @@ def is_recorded(saved: object) -> TypeGuard[dict[str, Any]]:
 def read_recorded(saved: Mapping[str, Any], take: Take, keep: Keep) -> Recorded:
     """Return the recorded calls and their environment; `take(name, tensor)` keeps an array and returns its name.
 
-    `keep(place, tensor)` returns the tensor that the record holds.
-
-    Raises:
-        DumpError: a part of it does not match the format.
+    `keep(place, tensor)` returns the tensor that the record holds. Raises DumpError for what does not fit the format.
     """
     calls = get(saved, "calls", list, [])
     if len(calls) > MAX_CALLS:
@@ -264,21 +257,22 @@ def read_recorded(saved: Mapping[str, Any], take: Take, keep: Keep) -> Recorded:
         name_tensors(recorded.model.arguments, "model.arguments", lambda name, _: name)
         _ = recorded.model.configuration
     named = (call.named(f"input{index or ''}", take) for index, call in enumerate(recorded.calls))
+    update = recorded.update if recorded.update and recorded.update.parameters else None
+    if update is not None:  # with names that can be printed
+        parameters = {brief(name): counts for name, counts in update.parameters.items()}
+        settings = {brief(name): value for name, value in update.settings.items()}
+        update = replace(update, optimizer=brief(update.optimizer), parameters=parameters, settings=settings)
     return replace(
         recorded,
         calls=tuple(named),
         batch=name_tensors(recorded.batch, "batch", take),
         method="" if recorded.method == "forward" else recorded.method,
-        update=_named_in_brief(recorded.update) if recorded.update and recorded.update.parameters else None,
+        update=update,
     )
 
 
 def get(saved: Mapping[str, Any], name: str, hint: Any, default: Any) -> Any:
-    """Return the value of that name, or the default if there is none.
-
-    Raises:
-        DumpError: it does not fit the type hint.
-    """
+    """Return the value of that name, or the default if there is none. Raises DumpError if it does not fit the hint."""
     value = saved.get(name)
     return default if value is None else _decode(hint, value, name)
 
@@ -293,13 +287,6 @@ def _decode(hint: Any, data: object, place: str, hooks: Mapping[Any, Hook] | Non
         ) from error
 
 
-def _named_in_brief(update: OptimizerUpdate) -> OptimizerUpdate:
-    """Return the update with names that can be printed."""
-    parameters = {brief(name): counts for name, counts in update.parameters.items()}
-    settings = {brief(name): value for name, value in update.settings.items()}
-    return replace(update, optimizer=brief(update.optimizer), parameters=parameters, settings=settings)
-
-
 def _read_slots(keep: Keep, data: Any, place: str) -> dict[str, Any]:
     """Return those slots of an optimizer's state that are tensors or plain data."""
     read = _decode(Mapping[str, Any], data, place)
@@ -308,11 +295,7 @@ def _read_slots(keep: Keep, data: Any, place: str) -> dict[str, Any]:
 
 
 def read_generator(keep: Keep, state: Any, place: str) -> Tensor:
-    """Keep the state of one of torch's generators.
-
-    Raises:
-        DumpError: torch would refuse it.
-    """
+    """Keep the state of one of torch's generators. Raises DumpError if torch would refuse it."""
     if not is_generator_state(state):
         raise _no_state("torch")
     return keep(place, state)

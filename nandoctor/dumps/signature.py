@@ -44,10 +44,7 @@ class Provenance:
 def sign(file: IO[bytes]) -> None:
     """Add a signature to the archive that torch has just written to `file`, open for reading and writing.
 
-    The file stays as it is if there is no key and none can be made.
-
-    Raises:
-        OSError: the disk is full.
+    The file stays as it is if there is no key and none can be made. Raises OSError if the disk is full.
     """
     key = _make_key() or read_key()[0]
     if key is None:

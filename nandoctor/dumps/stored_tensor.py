@@ -80,11 +80,7 @@ class PickledArray:
         return code if isinstance(code, str) else None
 
     def to_tensor(self) -> StoredTensor:
-        """Return the array as a tensor in this machine's byte order.
-
-        Raises:
-            DumpError: the bytes do not make an array of this shape and type.
-        """
+        """Return the array as a tensor in this machine's byte order. Raises DumpError if its parts do not fit."""
         assert isinstance(self.dtype, PickledDtype), "call is_array first"
         order, shape, data = self.dtype.byte_order, self.shape, self.data
         try:
@@ -265,10 +261,7 @@ def rebuild(storage: Any, offset: Any, size: Any, stride: Any, *others: Any) -> 
     """Return the tensor of these elements of a storage: `torch._utils._rebuild_tensor` and its versions 2 and 3.
 
     `others` are whether it requires a gradient, hooks, which it does not get, in version 3 the dtype, and metadata.
-    numpy checks that all of it lies in the data.
-
-    Raises:
-        TypeError, ValueError, OverflowError: it does not lie in its storage.
+    numpy checks that all of it lies in the data, and raises TypeError, ValueError or OverflowError if not.
     """
     if not (isinstance(storage, StoredStorage) and isinstance(size, tuple) and isinstance(stride, tuple)):
         raise TypeError("no storage, sizes and strides")

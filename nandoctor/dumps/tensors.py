@@ -21,8 +21,7 @@ from nandoctor.torch_compat import sparse_values
 def to_torch(stored: Any) -> torch.Tensor:
     """Return the tensor without gradient and hooks; its numbers stay where they are in the file.
 
-    Raises:
-        RuntimeError: a sparse tensor has an index out of bounds.
+    Raises RuntimeError if a sparse tensor has an index out of bounds.
     """
     if isinstance(stored, torch.Tensor):
         return stored.detach()
@@ -41,8 +40,7 @@ def _to_sparse(stored: StoredSparse) -> torch.Tensor:
     layout, parts = getattr(torch, stored.layout.removeprefix("torch.")), map(to_torch, stored.parts)
     size, *coalesced = stored.others
     if layout is torch.sparse_coo:
-        is_coalesced = coalesced[0] if coalesced else None
-        make: Any = partial(torch.sparse_coo_tensor, is_coalesced=is_coalesced)
+        make: Any = partial(torch.sparse_coo_tensor, is_coalesced=coalesced[0] if coalesced else None)
     else:
         make = partial(torch.sparse_compressed_tensor, layout=layout)
     tensor: torch.Tensor = make(*parts, size, check_invariants=True)
@@ -89,29 +87,34 @@ _TAKE_ALL = "Put the files of all ranks of one step into one folder, as the reco
 _MAX_RANKS = 1 << 16
 _SAME_STEP = ("step", "micro_batch", "epoch", "world_size")
 
-_Load = Callable[[Path], Mapping[str, Any]]
-_Place = tuple[int, ...]
-"""The indices of the first element of a part in the whole weight."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """The shape of a whole weight, and the place of this rank's part in it."""
+    """The shape of a whole weight, and the indices of the first element of this rank's part in it."""
 
     shape: tuple[int, ...]
-    offset: _Place
+    offset: tuple[int, ...]
 
 
-def join_shards(saved: Mapping[str, Any], path: Path, load: _Load) -> dict[str, torch.Tensor]:
+def join_shards(
+    saved: Mapping[str, Any], path: Path, load: Callable[[Path], Mapping[str, Any]]
+) -> dict[str, torch.Tensor]:
     """Return every sharded weight joined; `load` reads the file of another rank, in the same folder.
 
-    Raises:
-        DumpError: a rank's file is missing or of another step, or the parts do not make up the weight.
+    Raises DumpError if a rank's file is missing or of another step, or the parts do not make up the weight.
     """
-    shapes = {name: shard.shape for name, shard in _shards_of(saved).items()}
-    parts: dict[str, dict[_Place, Any]] = {name: {} for name in shapes}
+    shapes = {name: shard.shape for name, shard in get(saved, "shards", Mapping[str, Shard], {}).items()}
+    parts: dict[str, dict[tuple[int, ...], Any]] = {name: {} for name in shapes}
     for contents, file in _files_of_ranks(saved, path, load):
-        _add_parts(parts, contents, file)
+        state, nbytes_left = get(contents, "state_dict", Mapping[str, Any], {}), file.stat().st_size
+        for name, shard in get(contents, "shards", Mapping[str, Shard], {}).items():
+            part = state.get(name)
+            if name not in parts or not is_dense(part) or not part.numel():
+                continue
+            nbytes_left -= part.nbytes  # joining copies the parts, so they may claim what the file has
+            if nbytes_left < 0:
+                raise DumpError(f"{brief(file.name)} claims more weights than it holds.", remedy=_TAKE_ALL)
+            parts[name].setdefault(shard.offset, part)
     for name, shape in shapes.items():
         if sum(part.numel() for part in parts[name].values()) != math.prod(shape):
             raise DumpError(
@@ -121,12 +124,9 @@ def join_shards(saved: Mapping[str, Any], path: Path, load: _Load) -> dict[str, 
     return {name: _join(name, shape, parts[name]) for name, shape in shapes.items()}
 
 
-def _shards_of(saved: Mapping[str, Any]) -> Mapping[str, Shard]:
-    shards: Mapping[str, Shard] = get(saved, "shards", Mapping[str, Shard], {})
-    return shards
-
-
-def _files_of_ranks(saved: Mapping[str, Any], path: Path, load: _Load) -> Iterator[tuple[Mapping[str, Any], Path]]:
+def _files_of_ranks(
+    saved: Mapping[str, Any], path: Path, load: Callable[[Path], Mapping[str, Any]]
+) -> Iterator[tuple[Mapping[str, Any], Path]]:
     """Yield what the ranks recorded of the step, with its file: first what was read already, then the others."""
     yield saved, path
     event = get(saved, "event", Mapping[str, Any], {})
@@ -142,20 +142,7 @@ def _files_of_ranks(saved: Mapping[str, Any], path: Path, load: _Load) -> Iterat
         yield contents, file
 
 
-def _add_parts(parts: Mapping[str, dict[_Place, Any]], contents: Mapping[str, Any], file: Path) -> None:
-    """Add a file's parts to those of the same weight; joining copies them, so they may claim what the file has."""
-    state, nbytes_left = get(contents, "state_dict", Mapping[str, Any], {}), file.stat().st_size
-    for name, shard in _shards_of(contents).items():
-        part = state.get(name)
-        if name not in parts or not is_dense(part) or not part.numel():
-            continue
-        nbytes_left -= part.nbytes
-        if nbytes_left < 0:
-            raise DumpError(f"{brief(file.name)} claims more weights than it holds.", remedy=_TAKE_ALL)
-        parts[name].setdefault(shard.offset, part)
-
-
-def _join(name: str, shape: tuple[int, ...], parts: Mapping[_Place, Any]) -> torch.Tensor:
+def _join(name: str, shape: tuple[int, ...], parts: Mapping[tuple[int, ...], Any]) -> torch.Tensor:
     tensors = {offset: to_torch(part) for offset, part in parts.items()}
     try:
         whole = torch.zeros(shape, dtype=next(iter(tensors.values())).dtype if tensors else None)

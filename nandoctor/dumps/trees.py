@@ -28,8 +28,7 @@ class Slot:
 def name_tensors(tree: Any, name: str, take: Callable[[str, Any], str]) -> Any:
     """Return the tree with a `Slot` for each tensor, under the name that `take(name, tensor)` returns.
 
-    Raises:
-        DumpError: the tree is nested too deeply, or holds what no writer of dumps puts there.
+    Raises DumpError if the tree is nested too deeply, or holds what no writer of dumps puts there.
     """
     others: tuple[type[Any], ...] = (*PLAIN, list, tuple, dict, TorchName)
 

@@ -66,10 +66,8 @@ _SCALARS = (str, bytes, bool, int, float, complex, type(None))
 def load_pickle(container: Container) -> object:
     """Build the object, of stand-ins and plain values.
 
-    If the file contradicts itself, raise `DumpError` or whatever its parts raise.
-
-    Raises:
-        DumpError: it is damaged, of another protocol, or built to exhaust memory or time.
+    Raises DumpError if the file is damaged, of another protocol, or built to exhaust memory or time. If it contradicts
+    itself, that may also be whatever its parts raise.
     """
     begin = container.pickle[: len(_PROTOCOL)]
     if len(begin) == len(_PROTOCOL) and begin != _PROTOCOL:
@@ -257,12 +255,8 @@ class _Unpickler(pickle._Unpickler):  # the one in Python: that in C executes ev
 
 
 def _is_chosen(key: Any) -> bool:
-    """Return True if a file can choose the hash of this key: that of a number or tuple, not of a text or an object.
-
-    Raises:
-        DumpError: it is a long or nested tuple, whose hash may take any time.
-    """
-    is_tuple = isinstance(key, (tuple, frozenset))
+    """Return True if a file can choose the hash of this key: that of a number or tuple, not of a text or an object."""
+    is_tuple = isinstance(key, (tuple, frozenset))  # the hash of a long or nested one may take any time
     if is_tuple and (len(key) > _MAX_KEY_LENGTH or not all(map(_is_short, key))):
         raise hostile("it has a key that is neither a text, a number nor a short tuple of these")
     if type(key) is int and key.bit_length() > _MAX_KEY_BITS:
@@ -342,22 +336,14 @@ class _PackedSequence(Record):
 
 
 def _encode(text: str, codec: str) -> bytes:
-    """Stand in for `_codecs.encode`, which pickle calls for bytes; the unpickler has counted one byte per letter.
-
-    Raises:
-        pickle.UnpicklingError: the codec is not latin1, so there could be more bytes.
-    """
-    if codec not in ("latin1", "latin-1"):
+    """Stand in for `_codecs.encode`, which pickle calls for bytes; the unpickler has counted one byte per letter."""
+    if codec not in ("latin1", "latin-1"):  # another could make more bytes
         raise pickle.UnpicklingError("bytes in another codec than latin1")
     return str.encode(text, "latin1")
 
 
 def _make_plain(tensor: object, *_: object) -> object:
-    """Return the tensor of a parameter, whatever attributes that had.
-
-    Raises:
-        pickle.UnpicklingError: it holds something else, such as a function.
-    """
+    """Return the tensor of a parameter, whatever attributes that had."""
     if not is_tensor(tensor):
         raise pickle.UnpicklingError("a parameter without a tensor")
     return tensor

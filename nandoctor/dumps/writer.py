@@ -27,10 +27,7 @@ def write_dump(contents: Mapping[str, Any], folder: Path, stem: str) -> Path:
     """Write `contents` into a new file `stem.pth` in `folder`, or `stem-2.pth` and so on if that exists.
 
     Tensors are copied to the CPU, without the parts of their storage that they do not use. The name appears when every
-    byte is on the disk.
-
-    Raises:
-        OSError: the folder cannot be written to, or the disk is full; no file is left.
+    byte is on the disk. Raises OSError, and leaves no file, if the folder cannot be written to, or the disk is full.
     """
     contents = _on_cpu(contents)
     folder.mkdir(parents=True, exist_ok=True)

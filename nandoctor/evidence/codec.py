@@ -84,10 +84,8 @@ def from_plain(
     """Return the record of class `cls`, or the value of another type hint, that `to_plain` converted to `data`.
 
     Unknown keys are ignored, so that a file may have more than this version reads. `place` is the name of `data` in
-    messages, `hooks` has functions that decode the values of a hint, and `most` is the number of values to read.
-
-    Raises:
-        MisfitError: a value is missing or wrong, with its place; or there are too many.
+    messages, `hooks` has functions that decode the values of a hint, and `most` is the number of values to read. Raises
+    MisfitError if a value is missing or wrong, with its place, or if there are too many.
     """
     return cast(T, _Decoder(hooks or {}, most).decode(cls, data, place or cls.__name__))
 

@@ -15,7 +15,7 @@ from trainings import loss_of, make_batch, make_model
 import nandoctor
 from nandoctor import Recorder, cuda_autocast
 from nandoctor.capture.environment import Generators
-from nandoctor.capture.step import StateKeeper
+from nandoctor.capture.step import Observer
 from nandoctor.capture.tensors import JoinOrder
 from nandoctor.dumps.reader import read_dump
 
@@ -84,10 +84,10 @@ class Odd(nn.Module):
 @pytest.mark.parametrize(("undo_nbytes", "lost"), [(1 << 20, []), (0, ["key"])])
 def test_what_no_optimizer_writes_is_kept_as_it_was(undo_nbytes, lost):
     model = Odd()
-    keeper = StateKeeper(model, undo_nbytes)
+    observer = Observer(model, undo_nbytes)
     for number in range(5):
         expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        snapshot = keeper.keep()
+        snapshot = observer.look().kept
         model(number)
         state, found = snapshot()
         assert found == lost
