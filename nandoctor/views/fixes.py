@@ -173,20 +173,14 @@ def reason_facts(fix: Fix) -> Iterator[Fact]:
         return
     if reasons := dict.fromkeys(edit.why for edit in flatten((fix.edit,)) if edit.why):
         yield Fact("why", " ".join(reasons))
-    if cost := _describe_cost(fix):
-        yield Fact("cost", cost)
-
-
-def _describe_cost(fix: Fix) -> str:
     if fix.settings is not None and fix.settings.amp_dtype is not None:
-        return "8 bits of precision in place of fp16's 11, everywhere; bf16 needs a GPU from 2020 or later"
-    if fix.cost is None:
-        return ""
-    shares = (
-        (fix.cost.products_in_fp32, "of the forward's multiply-adds in fp32"),
-        (fix.cost.more_activations, "more memory for activations"),
-    )
-    return ", ".join(f"{percent(share)} {what}" for share, what in shares if share >= _MIN_COST)
+        lost = "8 bits of precision in place of fp16's 11, everywhere; bf16 needs a GPU from 2020 or later"
+        yield Fact("cost", lost)
+    elif fix.cost is not None:
+        products = (fix.cost.products_in_fp32, "of the forward's multiply-adds in fp32")
+        shares = (products, (fix.cost.more_activations, "more memory for activations"))
+        if costs := [f"{percent(share)} {what}" for share, what in shares if share >= _MIN_COST]:
+            yield Fact("cost", ", ".join(costs))
 
 
 WHERE_TO_RUN = {
