@@ -64,7 +64,6 @@ def describe_changes(code: CodeState) -> str:
     return "; ".join([*since, *code.settings])
 
 
-
 def fix_document(choice: FixChoice, report: Report) -> Iterator[Block]:
     """Yield the chosen change, and the next best ones in a line each."""
     yield Headline(choice.headline)
