@@ -157,7 +157,9 @@ def how_to_apply(fix: Fix, report: Report) -> Iterator[Fact]:
         verified = [other for other in report.fixes if other.verified]
         chosen = [*verified, *(other for other in report.fixes if other.workaround is not None)].index(fix) + 1
         pick = () if chosen == 1 and fix.verified else (f"--pick {chosen}",)
-        command = command_for("fix", report, *pick, *_write_flags(fix))
+        names = re.findall(r"^\+\+\+ b/(.*)$", fix.patch, re.MULTILINE)
+        of_package = any(PACKAGE_FOLDERS.intersection(Path(fix.patch_root or "", name).parts) for name in names)
+        command = command_for("fix", report, *pick, "--write", *(["--allow-installed"] if of_package else []))
         yield Fact("apply it", command or f"git apply, in {fix.patch_root}", is_command=command is not None)
     elif fix.patch or fix.settings is not None:
         yield Fact("apply it", WHERE_TO_RUN[fix.kind])
@@ -267,10 +269,3 @@ def step_facts(steps: Sequence[str]) -> Iterator[Fact]:
             yield Fact("next", sentence)
         if command:
             yield Fact("next", command, is_command=True)
-
-
-def _write_flags(fix: Fix) -> tuple[str, ...]:
-    """Return the flags of `nandoctor fix` that write the change, if need be to files of an installed package."""
-    names = re.findall(r"^\+\+\+ b/(.*)$", fix.patch, re.MULTILINE)
-    installed = any(PACKAGE_FOLDERS.intersection(Path(fix.patch_root or "", name).parts) for name in names)
-    return ("--write", "--allow-installed") if installed else ("--write",)
