@@ -173,20 +173,17 @@ def _make_program(call: Invocation, low: torch.dtype) -> Program:
 
     def argument(name: str, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            known = [name for name, leaf in leaves.items() if leaf is value]
-            name = known[0] if known else _free_name(_LEAF_NAMES.get(name, name), leaves)
+            known = next((leaf_name for leaf_name, leaf in leaves.items() if leaf is value), None)
+            name = known or _free_name(_LEAF_NAMES.get(name, name), leaves)
             leaves[name] = value
             return Ref(name)
         if isinstance(value, (list, tuple)):
             return [argument(f"{name}[{index}]", item) for index, item in enumerate(value)]
         return torch.device("cpu") if isinstance(value, torch.device) else value
 
-    schema = schema_of(call.op)
-    names = [parameter.name for parameter in schema.arguments]
-    args = tuple(argument(name, value) for name, value in zip(names, call.args, strict=False))
+    args = tuple(argument(name, value) for name, value in zip(call.signature.arguments, call.args, strict=False))
     kwargs = {name: argument(name, value) for name, value in call.kwargs.items()}
-    # Only a detached copy is left of a tensor that the op writes to.
-    writes = schema.is_mutable
+    writes = call.signature.is_mutable  # only a detached copy is left of a tensor that it writes to
     return Program(
         function="",
         mode="plain",
@@ -206,25 +203,21 @@ def _free_name(wanted: str, used: Iterable[str]) -> str:
 
 def _find_function_and_mode(program: Program, call: Invocation, given: torch.Tensor) -> Program:
     """Return the program with the function and the mode that alone give the op's result in the run."""
-    for mode in get_args(Mode):
-        for function in _functions(call):
-            candidate = replace(program, function=function, mode=mode)
-            if _gives(candidate, given):
-                return candidate
+    functions = (  # the most common first
+        *(f"torch.{place}{call.name}" for place in ("", "nn.functional.", "special.")),
+        f"torch.linalg.{call.name.removeprefix('linalg_')}",
+        f"{METHOD}{schema_of(call.op).name.partition('::')[2]}",
+        str(call.op).replace("aten.", "torch.ops.aten.", 1),
+    )
+    for mode, function in itertools.product(get_args(Mode), functions):
+        candidate = replace(program, function=function, mode=mode)
+        if _gives(candidate, given):
+            return candidate
     raise NanDoctorError(
         f"{call.name} gives another result alone than in the step, so no script can show it.",
         remedy="It may draw random numbers, or be an op of another library: report it there with "
         "`nandoctor replay -o report.json`.",
     )
-
-
-def _functions(call: Invocation) -> Iterator[str]:
-    """Yield names of functions that may call the op, the most common first."""
-    name, raw = call.name, schema_of(call.op).name.partition("::")[2]
-    yield from (f"torch.{place}{name}" for place in ("", "nn.functional.", "special.", "linalg."))
-    yield f"torch.linalg.{name.removeprefix('linalg_')}"
-    yield f"{METHOD}{raw}"
-    yield str(call.op).replace("aten.", "torch.ops.aten.", 1)
 
 
 def _gives(program: Program, theirs: torch.Tensor) -> bool:
