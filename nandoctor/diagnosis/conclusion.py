@@ -51,15 +51,15 @@ class Conclusion:
     """All diagnoses, the likeliest first, and the path from the first one's origin to the symptom.
 
     `suspects` belong to the diagnoses that blame an op of the forward pass or the loss, in the same order.
-    `first_nonfinite` is where a non-finite value first showed. `complete` is False if the traced ops do not reach the
-    origin. `in_fp32` is True if the first diagnosis is of the fp32 run, because that fails too.
+    `first_nonfinite` is where a non-finite value first showed. `is_meant` is True if the code itself wrote all of them.
+    `in_fp32` is True if the first diagnosis is of the fp32 run, because that fails too.
     """
 
     diagnoses: tuple[Diagnosis, ...] = ()
     suspects: tuple[Suspect, ...] = ()
     chain: tuple[Link, ...] = ()
     first_nonfinite: FirstNonfinite | None = None
-    complete: bool = True
+    is_meant: bool = False
     in_fp32: bool = False
 
     def followed_by(self, later: Conclusion) -> Conclusion:
@@ -284,7 +284,7 @@ def _symptoms(trace: Trace, places: list[FirstNonfinite]) -> list[int]:
 def _conclude_untraced(trace: Trace, places: list[FirstNonfinite]) -> Conclusion:
     """Diagnose from module calls alone: a non-finite array of the batch, or state of the first non-finite module."""
     if not places:
-        return Conclusion(complete=False)
+        return Conclusion()
     first = places[0]
     diagnoses: list[Diagnosis] = []
     if first.where == "batch":
@@ -294,7 +294,7 @@ def _conclude_untraced(trace: Trace, places: list[FirstNonfinite]) -> Conclusion
         if trace.built.get(name):
             continue
         diagnoses += diagnose_outside("buffer" if name in trace.buffers else "weight", name, stats, trace)
-    return Conclusion(diagnoses=tuple(diagnoses), first_nonfinite=first, complete=bool(diagnoses))
+    return Conclusion(diagnoses=tuple(diagnoses), first_nonfinite=first)
 
 
 def _conclude_swallowed(trace: Trace, reference: Trace, places: list[FirstNonfinite], low: FloatFormat) -> Conclusion:
@@ -327,7 +327,7 @@ def _conclude_traced(
         suspects=tuple(blamed for _, _, blamed in found if blamed is not None),
         chain=tuple(Link(place=op.place, op=op.op) for op in (*way[:1], *carriers)),
         first_nonfinite=next(involved, places[0] if places else None),
-        complete=found_trace.complete and (bool(found) or not found_trace.sources),
+        is_meant=not found and not found_trace.sources,
     )
 
 
