@@ -34,7 +34,7 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 34_920, "tests": 29_571, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 34_800, "tests": 29_571, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 3_005,
@@ -43,16 +43,16 @@ MAX_LINES_OF_ROOMS = {
     "causes": 2_609,
     "changes": 3_047,
     "cli": 839,
-    "diagnosis": 1_853,
+    "diagnosis": 1_842,
     "dumps": 3_213,
     "engine": 3_004,
     "evidence": 1_698,
     "fixes": 4_171,
     "fleet": 667,
-    "repro_scripts": 569,
+    "repro_scripts": 540,
     "step": 3_145,
-    "tracing": 1_575,
-    "views": 2_302,
+    "tracing": 1_547,
+    "views": 2_250,
 }
 """What each room may have: never more than it had, or than it is drawn with where it is new. These only go down."""
 
