@@ -201,5 +201,5 @@ def _explain_hidden(finding: GradientFinding, hidden: Finding) -> Cause | None:
 
 def _first_taker(trace: Trace) -> tuple[Diagnosis, ...]:
     """Diagnose the op that first gets a non-finite gradient that no op made, as if a user's hook made it."""
-    hits = ((op, tensor) for op in trace.backward for tensor in op.inputs if tensor.stats and not tensor.stats.finite)
+    hits = ((op, tensor) for op in trace.backward for tensor in op.nonfinite_inputs)
     return tuple(Diagnosis(origin=origin_taken(op, tensor), cause=None) for op, tensor in hits)[:1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
@@ -52,15 +51,15 @@ class Conclusion:
     """All diagnoses, the likeliest first, and the path from the first one's origin to the symptom.
 
     `suspects` belong to the diagnoses that blame an op of the forward pass or the loss, in the same order.
-    `first_nonfinite` is where a non-finite value first showed. `complete` is False if the traced ops do not reach the
-    origin. `in_fp32` is True if the first diagnosis is of the fp32 run, because that fails too.
+    `first_nonfinite` is where a non-finite value first showed. `is_meant` is True if the code itself wrote all of them.
+    `in_fp32` is True if the first diagnosis is of the fp32 run, because that fails too.
     """
 
     diagnoses: tuple[Diagnosis, ...] = ()
     suspects: tuple[Suspect, ...] = ()
     chain: tuple[Link, ...] = ()
     first_nonfinite: FirstNonfinite | None = None
-    complete: bool = True
+    is_meant: bool = False
     in_fp32: bool = False
 
     def followed_by(self, later: Conclusion) -> Conclusion:
@@ -247,15 +246,11 @@ def conclude(trace: Trace, reference: Trace, low: FloatFormat, fails_without: Fa
     if reference is trace or trace.finite or reference.finite:
         return found
     in_fp32 = _conclude_run(reference, reference, FP32, fails_without)
-    if not in_fp32.diagnoses or _is_of_a_weight(found, in_fp32):
+    # If `low` fails by a weight, and fp32 only by the size of its values, for which float64 has a number: that weight.
+    is_by_size = any(it.origin.would_be is not None for it in in_fp32.diagnoses[:1])
+    if not in_fp32.diagnoses or (is_by_size and any(it.origin.phase == "state" for it in found.diagnoses[:1])):
         return found
     return replace(in_fp32, in_fp32=True).followed_by(found)
-
-
-def _is_of_a_weight(found: Conclusion, in_fp32: Conclusion) -> bool:
-    """Return True if `low` fails by a weight, and fp32 only by the size of its values: float64 would give a number."""
-    first, exact = next(iter(found.diagnoses), None), in_fp32.diagnoses[0].origin.would_be
-    return first is not None and first.origin.phase == "state" and exact is not None and math.isfinite(exact)
 
 
 def _conclude_run(trace: Trace, reference: Trace, low: FloatFormat, fails_without: FailsWithout | None) -> Conclusion:
@@ -289,7 +284,7 @@ def _symptoms(trace: Trace, places: list[FirstNonfinite]) -> list[int]:
 def _conclude_untraced(trace: Trace, places: list[FirstNonfinite]) -> Conclusion:
     """Diagnose from module calls alone: a non-finite array of the batch, or state of the first non-finite module."""
     if not places:
-        return Conclusion(complete=False)
+        return Conclusion()
     first = places[0]
     diagnoses: list[Diagnosis] = []
     if first.where == "batch":
@@ -299,7 +294,7 @@ def _conclude_untraced(trace: Trace, places: list[FirstNonfinite]) -> Conclusion
         if trace.built.get(name):
             continue
         diagnoses += diagnose_outside("buffer" if name in trace.buffers else "weight", name, stats, trace)
-    return Conclusion(diagnoses=tuple(diagnoses), first_nonfinite=first, complete=bool(diagnoses))
+    return Conclusion(diagnoses=tuple(diagnoses), first_nonfinite=first)
 
 
 def _conclude_swallowed(trace: Trace, reference: Trace, places: list[FirstNonfinite], low: FloatFormat) -> Conclusion:
@@ -332,7 +327,7 @@ def _conclude_traced(
         suspects=tuple(blamed for _, _, blamed in found if blamed is not None),
         chain=tuple(Link(place=op.place, op=op.op) for op in (*way[:1], *carriers)),
         first_nonfinite=next(involved, places[0] if places else None),
-        complete=found_trace.complete and (bool(found) or not found_trace.sources),
+        is_meant=not found and not found_trace.sources,
     )
 
 
@@ -388,20 +383,16 @@ def _from_outside(found_trace: NonfiniteTrace, trace: Trace) -> Iterator[_Found]
 
 
 def _kind(op: OpCall, tensor: OpTensor, found_trace: NonfiniteTrace) -> CausePhase:
-    if tensor.origin == "batch":
-        return "input" if op.phase == "forward" and not _is_target(op, tensor, found_trace) else "target"
-    return "weight" if tensor.origin == "weight" else "buffer"
-
-
-def _is_target(op: OpCall, tensor: OpTensor, found_trace: NonfiniteTrace) -> bool:
-    """Return True if a model that computes its own loss passes it the tensor as the target, at most moved or cast."""
+    """Return what the tensor is; a model that computes its own loss passes it the target, at most moved or cast."""
+    if tensor.origin != "batch":
+        return "weight" if tensor.origin == "weight" else "buffer"
     name, before = tensor.name, op.order
-    for taker in found_trace.way_from(op.order):
+    for taker in found_trace.way_from(op.order) if op.phase == "forward" else ():
         name = next((taken.name for taken in taker.nonfinite_inputs if taken.producer == before), name)
         if taker.op not in MOVES | CASTS:
-            return name == "target"
+            return "target" if name == "target" else "input"
         before = taker.order
-    return False
+    return "input" if op.phase == "forward" else "target"
 
 
 def _from_sources(found_trace: NonfiniteTrace, trace: Trace) -> Iterator[_Found]:

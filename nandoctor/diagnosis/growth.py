@@ -44,7 +44,7 @@ def key_of(origin: Origin) -> tuple[str, int, str, int]:
 
 
 def _step(op: OpCall, taken: float | None, made: float | None) -> Growth:
-    gain = math.log2(made / taken) if made and taken and math.isfinite(made) else None
+    gain = math.log2(made / taken) if made and taken else None
     return Growth(place=op.place, op=op.op, source=op.own_line, absmax_in=taken, absmax_out=made, log2_gain=gain)
 
 

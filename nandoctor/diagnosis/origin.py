@@ -142,7 +142,7 @@ class NonfiniteTrace:
     those in which it made its own, and `written` are intended ones, such as masks. `outside` are non-finite
     tensors from outside the traced ops (weights, buffers, the batch), each with the op that took it; `outsized` those
     that the code made from a number that does not fit, with that number. `ops` are all that passed non-finite values
-    on, up to the op of order `symptom`. `complete` is False if a non-finite tensor came from before the traced span.
+    on, up to the op of order `symptom`.
     """
 
     sources: tuple[Finding, ...]
@@ -152,7 +152,6 @@ class NonfiniteTrace:
     outsized: tuple[tuple[OpCall, OpTensor, float], ...]
     ops: tuple[OpCall, ...]
     symptom: int
-    complete: bool
 
     def way_from(self, start: int) -> tuple[OpCall, ...]:
         """Return the shortest path of non-finite values from the op `start` to the symptom."""
@@ -194,7 +193,6 @@ def trace_back(ops: tuple[OpCall, ...], reference: Trace, symptoms: Sequence[int
         outsized=tuple(outsized),
         ops=(*(source.op for source in behind), *sliced),
         symptom=symptoms[-1],
-        complete=all(tensor.origin != "unknown" or is_constant(tensor) for _, tensor in outside),
     )
 
 

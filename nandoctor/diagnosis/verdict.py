@@ -255,8 +255,8 @@ def judge(trace: Trace, reference: Trace, conclusion: Conclusion, reproduction: 
         if origin is not None and outputs_differ(trace.output, reference.output):
             return "silent"
         return "not-reproduced" if reproduction.num_bad_saved else "healthy"
-    if origin is None and conclusion.complete and (trace.loss is None or trace.loss.finite):
-        return "healthy"  # infinities that the code wrote into the output itself
+    if conclusion.is_meant and not trace.fails_in_loss:
+        return "healthy"
     if origin is not None and origin.phase in ("state", "input"):
         return "state" if origin.phase == "state" else "input"
     return "precision" if reference.finite else "numerics"

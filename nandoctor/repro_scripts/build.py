@@ -12,7 +12,7 @@ import subprocess
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import PurePath
@@ -58,7 +58,9 @@ def make_script(report: Report, step: FailingStep | None) -> str:
     if report.verdict in NOTHING_FOUND:
         raise NanDoctorError("Nothing non-finite occurred in the replay.", remedy=_SEE_REPLAY)
     origin = report.origin
-    if step is None or origin is None or not _is_made_by_op(origin):
+    # A gradient that is non-finite already where it comes in was made so by a hook, or by a sum of several.
+    comes_in = origin is not None and origin.phase == "backward" and not all(stats.finite for stats in origin.inputs)
+    if step is None or origin is None or origin.phase in _NOT_AN_OP or comes_in:
         reason = f"{report.headline[0].upper()}{report.headline[1:].rstrip('.')}"
         raise NanDoctorError(f"No operation of the model makes this failure. {reason}.", remedy=_SEE_REPLAY)
     program = _extract_op(step, origin)
@@ -77,12 +79,6 @@ def make_script(report: Report, step: FailingStep | None) -> str:
         if complaint is not None:
             raise no_script(f"The script does not fail on its own ({printable(complaint)}).")
     return script
-
-
-def _is_made_by_op(origin: Origin) -> bool:
-    """Return False for non-finite state, and for a gradient that a hook or a sum of several made so."""
-    is_handed_on = origin.phase == "backward" and not all(stats.finite for stats in origin.inputs)
-    return origin.phase not in _NOT_AN_OP and not is_handed_on
 
 
 def _facts(report: Report, failure: Failure) -> Iterator[tuple[str, str]]:
@@ -124,7 +120,11 @@ def _extract_op(step: FailingStep, origin: Origin) -> Program:
     key, backward = (*origin.place.key, origin.op, origin.nth), origin.phase == "backward"
     found: list[tuple[Program, Invocation, list[torch.Tensor]]] = []
     refused: list[NanDoctorError] = []
-    gradients: dict[int, torch.Tensor] = {}
+    gradients: dict[int, torch.Tensor] = {}  # the first that comes back, by the index of its result
+
+    def keep_gradient(item: int, values: torch.Tensor) -> None:
+        if not gradients:
+            gradients[item] = values.detach().cpu().clone()
 
     def keep(op: OpCall, call: Invocation, output: Any) -> None:
         if op.key != key or found or refused or origin.function is not None:
@@ -134,8 +134,9 @@ def _extract_op(step: FailingStep, origin: Origin) -> Program:
             found.append((_make_program(call, torch_dtype(step.low)), call, list(map(_copy, given))))
         except NanDoctorError as error:  # raised here, it would be mistaken for the model's own
             refused.append(error)
-        if backward:
-            _await_gradient(given, gradients)
+        for item, tensor in enumerate(given):
+            if backward and tensor.requires_grad:
+                tensor.register_hook(partial(keep_gradient, item))  # type: ignore[no-untyped-call]
 
     step.run(watch=Watch(stage="repro", ops=True, backward=backward, on_op=keep))
     if refused:
@@ -166,38 +167,23 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_neg().to("cpu", copy=True)
 
 
-def _await_gradient(given: Sequence[torch.Tensor], gradients: dict[int, torch.Tensor]) -> None:
-    """Keep the first gradient that comes back, by the index of the result that it belongs to."""
-
-    def on_gradient(item: int, values: torch.Tensor) -> None:
-        if not gradients:
-            gradients[item] = values.detach().cpu().clone()
-
-    for item, tensor in enumerate(given):
-        if tensor.requires_grad:
-            tensor.register_hook(partial(on_gradient, item))  # type: ignore[no-untyped-call]
-
-
 def _make_program(call: Invocation, low: torch.dtype) -> Program:
     """Return the op with its arguments, whose tensors become leaves; its function is not known yet."""
     leaves: dict[str, torch.Tensor] = {}
 
     def argument(name: str, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            known = [name for name, leaf in leaves.items() if leaf is value]
-            name = known[0] if known else _free_name(_LEAF_NAMES.get(name, name), leaves)
+            known = next((leaf_name for leaf_name, leaf in leaves.items() if leaf is value), None)
+            name = known or _free_name(_LEAF_NAMES.get(name, name), leaves)
             leaves[name] = value
             return Ref(name)
         if isinstance(value, (list, tuple)):
             return [argument(f"{name}[{index}]", item) for index, item in enumerate(value)]
         return torch.device("cpu") if isinstance(value, torch.device) else value
 
-    schema = schema_of(call.op)
-    names = [parameter.name for parameter in schema.arguments]
-    args = tuple(argument(name, value) for name, value in zip(names, call.args, strict=False))
+    args = tuple(argument(name, value) for name, value in zip(call.signature.arguments, call.args, strict=False))
     kwargs = {name: argument(name, value) for name, value in call.kwargs.items()}
-    # Only a detached copy is left of a tensor that the op writes to.
-    writes = schema.is_mutable
+    writes = call.signature.is_mutable  # only a detached copy is left of a tensor that it writes to
     return Program(
         function="",
         mode="plain",
@@ -217,25 +203,21 @@ def _free_name(wanted: str, used: Iterable[str]) -> str:
 
 def _find_function_and_mode(program: Program, call: Invocation, given: torch.Tensor) -> Program:
     """Return the program with the function and the mode that alone give the op's result in the run."""
-    for mode in get_args(Mode):
-        for function in _functions(call):
-            candidate = replace(program, function=function, mode=mode)
-            if _gives(candidate, given):
-                return candidate
+    functions = (  # the most common first
+        *(f"torch.{place}{call.name}" for place in ("", "nn.functional.", "special.")),
+        f"torch.linalg.{call.name.removeprefix('linalg_')}",
+        f"{METHOD}{schema_of(call.op).name.partition('::')[2]}",
+        str(call.op).replace("aten.", "torch.ops.aten.", 1),
+    )
+    for mode, function in itertools.product(get_args(Mode), functions):
+        candidate = replace(program, function=function, mode=mode)
+        if _gives(candidate, given):
+            return candidate
     raise NanDoctorError(
         f"{call.name} gives another result alone than in the step, so no script can show it.",
         remedy="It may draw random numbers, or be an op of another library: report it there with "
         "`nandoctor replay -o report.json`.",
     )
-
-
-def _functions(call: Invocation) -> Iterator[str]:
-    """Yield names of functions that may call the op, the most common first."""
-    name, raw = call.name, schema_of(call.op).name.partition("::")[2]
-    yield from (f"torch.{place}{name}" for place in ("", "nn.functional.", "special.", "linalg."))
-    yield f"torch.linalg.{name.removeprefix('linalg_')}"
-    yield f"{METHOD}{raw}"
-    yield str(call.op).replace("aten.", "torch.ops.aten.", 1)
 
 
 def _gives(program: Program, theirs: torch.Tensor) -> bool:
@@ -254,7 +236,7 @@ def _gives(program: Program, theirs: torch.Tensor) -> bool:
     return torch.allclose(ours.double(), theirs.double(), rtol=2e-2, atol=1e-4, equal_nan=True)
 
 
-_NAMES = {"nan": "NaN", "+inf": "an infinity", "-inf": "a negative infinity"}
+_NAMES = {"nan": "NaN", "+inf": "An infinity", "-inf": "A negative infinity"}
 _TENSOR_WIDTH = 100
 _MAX_NUMEL = 20_000
 
@@ -266,17 +248,13 @@ def write_script(program: Program, failure: Failure, facts: Mapping[str, str]) -
     second = f"from torch import {', '.join(needed)}\n" if needed else ""
     imports = f'import torch\n{second}\nif torch.cuda.is_available():\n{INDENT}torch.set_default_device("cuda")'
     body = f"{tensors}\n\n" + "\n".join(_checks(program, failure))
-    return "\n\n\n".join([f"{_docstring(program, failure, facts)}\n\n{imports}", program.text, body]) + "\n"
-
-
-def _docstring(program: Program, failure: Failure, facts: Mapping[str, str]) -> str:
     width = max(map(len, facts), default=0)
     lines = "\n".join(f"{label:<{width}}  {_printable(text)}" for label, text in facts.items())
-    where = "in the gradients of " if program.gradient else "from "
-    name = program.function.replace(METHOD, "torch.Tensor.")
-    what = f"{_NAMES[failure.kind].capitalize().replace('Nan', 'NaN')} {where}{name}"
+    where = "in the gradients of" if program.gradient else "from"
+    what = f"{_NAMES[failure.kind]} {where} {program.function.replace(METHOD, 'torch.Tensor.')}"
     last = "Needs torch alone, on a CPU or with CUDA; exits with 0 if it fails as stated."
-    return f'"""{what}: the smallest case.\n\n{lines}\n\n{last}\n"""'
+    docstring = f'"""{what}: the smallest case.\n\n{lines}\n\n{last}\n"""'
+    return "\n\n\n".join([f"{docstring}\n\n{imports}", program.text, body]) + "\n"
 
 
 def _printable(text: str) -> str:

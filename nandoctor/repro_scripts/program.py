@@ -85,20 +85,18 @@ class Program:
         Raises:
             NanDoctorError: an argument cannot be written as a literal.
         """
-        return "\n".join(self._lines())
-
-    def _lines(self) -> Iterator[str]:
         low = ["*", f"low={self.low}"] if self.takes_low else []
-        yield f"def case({', '.join([*self.leaves, *low])}):"
+        head = f"def case({', '.join([*self.leaves, *low])}):"
         if self.gradient is None:
-            yield f"{INDENT}return {self._call()}"
-            return
-        for name in self.trained:
-            yield f"{INDENT}{name} = {name}.detach().requires_grad_()"
-        yield f"{INDENT}made = {self._call()}"
+            return f"{head}\n{INDENT}return {self._call()}"
         leaves, incoming = ", ".join(self.trained), f"{self.gradient}.to(made.dtype)"
-        yield f"{INDENT}gradients = torch.autograd.grad(made, [{leaves}], {incoming}, allow_unused=True)"
-        yield f"{INDENT}return torch.cat([g.flatten().float() for g in gradients if g is not None])"
+        lines = (
+            *(f"{name} = {name}.detach().requires_grad_()" for name in self.trained),
+            f"made = {self._call()}",
+            f"gradients = torch.autograd.grad(made, [{leaves}], {incoming}, allow_unused=True)",
+            "return torch.cat([g.flatten().float() for g in gradients if g is not None])",
+        )
+        return f"\n{INDENT}".join([head, *lines])
 
     def _call(self) -> str:
         """Return an expression for what the op gives, with the casts that autocast makes."""
@@ -206,17 +204,13 @@ def shrink(program: Program, failure: Failure) -> Program:
 
 def _narrow(program: Program, slots: tuple[Dimension, ...], still_fails: Callable[[Program], bool]) -> Program:
     """Cut the dimensions `slots` together, at either end: by half while the failure persists, then by less."""
-    width = _extent(program, slots) // 2
+    name, dim = slots[0]
+    width = program.leaves[name].shape[dim] // 2
     while width > 0:
         shorter = next(filter(still_fails, _cut(program, slots, width)), None)
         program = program if shorter is None else shorter
-        width = width // 2 if shorter is None else min(width, _extent(program, slots) // 2)
+        width = width // 2 if shorter is None else min(width, program.leaves[name].shape[dim] // 2)
     return program
-
-
-def _extent(program: Program, slots: tuple[Dimension, ...]) -> int:
-    name, dim = slots[0]
-    return program.leaves[name].shape[dim]
 
 
 def _groups(program: Program) -> Iterator[tuple[Dimension, ...]]:
@@ -231,9 +225,8 @@ def _groups(program: Program) -> Iterator[tuple[Dimension, ...]]:
 
 def _cut(program: Program, slots: tuple[Dimension, ...], width: int) -> Iterator[Program]:
     """Yield the program without the first or the last `width` of the dimensions."""
-    size = _extent(program, slots)
     for start in (width, 0):
         sliced = {name: program.leaves[name] for name, _ in slots}
         for name, dim in slots:
-            sliced[name] = sliced[name].narrow(dim, start, size - width)
+            sliced[name] = sliced[name].narrow(dim, start, sliced[name].shape[dim] - width)
         yield program.with_values(**sliced)

@@ -95,7 +95,7 @@ class Invocation:
 
     @property
     def name(self) -> str:
-        """The aten name without namespace, overload and the in-place underscore: `add_.Tensor` is `add`."""
+        """The name in the op's signature."""
         return self.signature.name
 
     @property
@@ -294,7 +294,10 @@ def find_lines(frame: FrameType | None = None) -> Lines:
         if inside is None and frame.f_code.co_filename.startswith(_COMPUTING):
             inside = _line_of(frame)
         frame = _next_frame(frame)
-    frame = _with_text(frame)
+    with_text = frame  # of code that a package made from a string, the nearest frame around it whose code has a text
+    while with_text is not None and (_is_skipped(with_text) or _is_without_text(with_text.f_code.co_filename)):
+        with_text = _next_frame(with_text)
+    frame = with_text or frame
     scripted = script_line()
     source = _line_of(frame) if scripted is None else _line_of_script(*scripted)
     if inside is not None:
@@ -303,14 +306,6 @@ def find_lines(frame: FrameType | None = None) -> Lines:
     while caller is not None and (_is_skipped(caller) or _is_package(caller.f_code.co_filename)):
         caller = _next_frame(caller)
     return Lines(source, None, _line_of(caller) if caller is not frame else None)
-
-
-def _with_text(frame: FrameType | None) -> FrameType | None:
-    """Return the frame; if a package made its code from a string, the nearest frame around it whose code has a text."""
-    around = frame
-    while around is not None and (_is_skipped(around) or _is_without_text(around.f_code.co_filename)):
-        around = _next_frame(around)
-    return around or frame
 
 
 @cache

@@ -19,7 +19,6 @@ from nandoctor.torch_compat import function_backward, is_custom_node, plain_torc
 from nandoctor.tracing.module_tracer import NOWHERE
 from nandoctor.tracing.op_tracer import Input, Known, OpTracer, Recording, collect_calls, describe_operand
 from nandoctor.tracing.tensor_stats import (
-    Reading,
     all_finite,
     count_exactly,
     find_largest,
@@ -91,11 +90,6 @@ class GradientTracer:
         """Return the records of the backward pass."""
         return collect_calls(self._recordings)
 
-    def _add(self, call: OpCall, taken: list[Reading], given: list[Reading], analysis: OpAnalysis | None) -> None:
-        incoming: list[Input] = [(OpTensor(name="", stats=None), reading) for reading in taken]
-        recorded = replace(call, order=len(self._recordings), analysis=analysis)
-        self._recordings.append(Recording(recorded, incoming, given))
-
     def _record(self, node: Any, outgoing: Gradients, incoming: Gradients) -> None:
         with plain_torch():
             given = [gradient for gradient in incoming if gradient is not None]
@@ -104,12 +98,13 @@ class GradientTracer:
             after = [read for gradient in made if (read := measure(gradient))]
             made_here = all(map(is_finite, before)) and not all(map(is_finite, after))
             analysis = self._examine(given, made) if made_here else None
-        self._add(self._claims[node], before, after, analysis)
+        taken: list[Input] = [(OpTensor(name="", stats=None), reading) for reading in before]
+        recorded = replace(self._claims[node], order=len(self._recordings), analysis=analysis)
+        self._recordings.append(Recording(recorded, taken, after))
 
     def _examine(self, incoming: Sequence[torch.Tensor], outgoing: Sequence[torch.Tensor]) -> OpAnalysis:
-        nonfinite = next(
-            values for values in map(numbers_in, outgoing) if values is not None and not all_finite(values)
-        )
+        made = (values for values in map(numbers_in, outgoing) if values is not None)
+        nonfinite = next(values for values in made if not all_finite(values))
         counts, _ = count_exactly(nonfinite)
         given = [values for values in map(numbers_in, incoming) if values is not None]
         # A derivative that is infinite by itself says more than one that is multiplied by a zero gradient.

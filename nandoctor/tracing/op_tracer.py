@@ -62,10 +62,8 @@ TensorKind = Literal["weight", "buffer", "unread", "batch", "unknown"]
 """The kind of a tensor from outside, unknown for an attribute. Ops only write to an unread buffer: its content does not
 matter."""
 
-Name = tuple[TensorKind, str]
 Known = tuple[TensorKind, str, torch.Tensor]
 """A tensor from outside, with its kind and its name."""
-
 
 Input = tuple[OpTensor, Reading | None]
 """A tensor argument, without its statistics, and what was read of it before the op ran."""
@@ -127,7 +125,7 @@ class OpTracer:
     ) -> None:
         self.phase = phase
         self._find_owner: Callable[[], Place] = lambda: NOWHERE
-        self._names: dict[int, Name] = {}
+        self._names: dict[int, tuple[TensorKind, str]] = {}
         self._gradients = gradients
         self._on_op = on_op
         self._recordings: list[Recording] = []
@@ -278,8 +276,10 @@ class OpTracer:
             self._gradients.owner_inside = owner
         nth = self._counts[owner, call.name]
         self._counts[owner, call.name] += 1
-        forward = self._find_forward()
-        # A derivative is at the line of its function.
+        # A derivative, as `torch.autograd.grad` computes it in a forward, is at the line of its function.
+        node = running_node()
+        order = len(self._recordings) if node is None else bisect_right(self._num_nodes, node)
+        forward = order if order < len(self._recordings) else None
         at = find_lines() if forward is None else self._recordings[forward].call
         return OpCall(
             op=call.name,
@@ -294,12 +294,6 @@ class OpTracer:
             analysis=analysis,
             forward=forward,
         )
-
-    def _find_forward(self) -> int | None:
-        """Return the recorded op whose derivative is being computed, as by `torch.autograd.grad` in a forward."""
-        node = running_node()
-        order = None if node is None else bisect_right(self._num_nodes, node)
-        return order if order is not None and order < len(self._recordings) else None
 
 
 def _copy(value: Any) -> Any:

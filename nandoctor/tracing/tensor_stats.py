@@ -39,7 +39,7 @@ from nandoctor.torch_compat import (
 from nandoctor.trees import BEYOND, Parts, attributes, once, parts, spell, walk
 
 SAMPLE_SIZE = 1024
-_LOWEST = 0.05
+_QUANTILES = (0.05, 0.5, 0.95)
 
 _FORMATS = {getattr(torch, name): FORMATS[name] for name in FORMATS if hasattr(torch, name)}
 _FORMATS |= {torch.complex32: FP16, torch.complex64: FP32, torch.complex128: FP64}
@@ -216,7 +216,10 @@ def _sample_indices(numel: int, device: torch.device) -> torch.Tensor:
 def _summarize(reading: Reading, low: float, high: float, sample: NDArray[np.float32]) -> TensorStats:
     finite = math.isfinite(low) and math.isfinite(high)
     limits = (low, high) if finite else reading.finite_limits
-    p05, median, p95 = _quantiles(sample)
+    magnitudes = np.abs(sample)
+    counted = np.sort(magnitudes[(magnitudes > 0) & (magnitudes < math.inf)])  # false for NaN
+    last = counted.size - 1
+    p05, median, p95 = (float(counted[round(share * last)]) if last >= 0 else None for share in _QUANTILES)
     return TensorStats(
         path="",
         shape=reading.shape,
@@ -233,16 +236,6 @@ def _summarize(reading: Reading, low: float, high: float, sample: NDArray[np.flo
         producer=reading.producer,
         sample=sample,
     )
-
-
-def _quantiles(sample: NDArray[np.float32]) -> tuple[float, float, float] | tuple[None, None, None]:
-    """Return the 5 %, 50 % and 95 % quantiles of a sample's non-zero finite magnitudes."""
-    magnitudes = np.abs(sample)
-    counted = np.sort(magnitudes[(magnitudes > 0) & (magnitudes < math.inf)])  # false for NaN
-    last = counted.size - 1
-    if last < 0:
-        return None, None, None
-    return float(counted[round(_LOWEST * last)]), float(counted[round(0.5 * last)]), float(counted[round(0.95 * last)])
 
 
 _AT_ONCE = 1 << 16
@@ -412,12 +405,7 @@ def _references(value: Any) -> Parts | None:
     if isinstance(value, (types.MethodType, types.BuiltinFunctionType)):
         return {"__self__": value.__self__}
     stored = attributes(value)
-    return stored if stored or not _may_hide(value) else None
-
-
-def _may_hide(value: Any) -> bool:
-    """Return True for an object without attributes that may hold numbers all the same, such as an iterator."""
-    if hasattr(value, "__dict__"):
-        return False
-    own_code = type(value).__module__.partition(".")[0] not in sys.stdlib_module_names
-    return own_code or isinstance(value, Iterable)
+    # Without attributes, an iterator or an object of a library's own code may hold numbers all the same.
+    of_python = type(value).__module__.partition(".")[0] in sys.stdlib_module_names
+    is_known = stored or hasattr(value, "__dict__") or (of_python and not isinstance(value, Iterable))
+    return stored if is_known else None

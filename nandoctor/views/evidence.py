@@ -41,9 +41,21 @@ def evidence_facts(report: Report) -> Iterator[Fact]:
     if report.difference and report.origin is not None:
         samples = samples_text(report.origin.elements.samples or ())
         yield Fact("sample", f"{samples}: {report.difference}")
-    if report.first_nonfinite is not None:
-        yield from _first_facts(report.first_nonfinite, report)
-    yield from _spread_facts(report)
+    first = report.first_nonfinite
+    if first is not None:
+        yield Fact("extent", describe_extent(first))
+        if report.runs is not None and report.runs.fp32.finite and (reference := _describe_reference(first)):
+            yield Fact("in fp32", reference)
+    if len(report.chain) > 1:
+        stops = [f"{link.op} in {short_place(link.place).in_words}" for link in report.chain]
+        shown = stops if len(stops) <= _MAX_STOPS else [*stops[: _MAX_STOPS - 1], "...", stops[-1]]
+        yield Fact("path", " -> ".join(shown))
+    if report.bad_gradients:
+        names = [short_name(stats.path) for stats in report.bad_gradients]
+        yield Fact("gradients", f"non-finite: {join_first(names, _MAX_LISTED)}")
+    if others := _describe_others(report.also):
+        yield Fact("also", join_first(others, _MAX_LISTED))
+    yield from nonfinite_state_facts(report.dump)
     both = () if report.runs is None else (report.runs.autocast, report.runs.fp32)
     ended = {run.dtype: " ".join(run.raised.split()) for run in both if run.raised}
     for dtype, raised in ended.items():
@@ -75,27 +87,6 @@ def describe_reproduction(reproduction: Reproduction) -> str:
         return f"{how}: {same} {others}"
     in_replay = f"{reproduction.num_bad_replayed:,}" if reproduction.num_bad_replayed else "none"
     return f"does not reproduce your run: {saved} in the file, {in_replay} in the replay"
-
-
-def _first_facts(first: FirstNonfinite, report: Report) -> Iterator[Fact]:
-    yield Fact("extent", describe_extent(first))
-    fp32_is_finite = report.runs is not None and report.runs.fp32.finite
-    if fp32_is_finite and (reference := _describe_reference(first)):
-        yield Fact("in fp32", reference)
-
-
-def _spread_facts(report: Report) -> Iterator[Fact]:
-    """Yield how the damage spread, and what else is wrong."""
-    if len(report.chain) > 1:
-        stops = [f"{link.op} in {short_place(link.place).in_words}" for link in report.chain]
-        shown = stops if len(stops) <= _MAX_STOPS else [*stops[: _MAX_STOPS - 1], "...", stops[-1]]
-        yield Fact("path", " -> ".join(shown))
-    if report.bad_gradients:
-        names = [short_name(stats.path) for stats in report.bad_gradients]
-        yield Fact("gradients", f"non-finite: {join_first(names, _MAX_LISTED)}")
-    if others := _describe_others(report.also):
-        yield Fact("also", join_first(others, _MAX_LISTED))
-    yield from nonfinite_state_facts(report.dump)
 
 
 def _describe_others(diagnoses: Sequence[Diagnosis]) -> list[str]:
@@ -170,7 +161,12 @@ def list_operands(origin: Origin) -> list[Fact]:
 
 def describe_tensor(stats: TensorStats) -> str:
     """Return format, shape, range of the finite values, and the non-finite and zero elements."""
-    parts = [describe_shape(stats), *_range_of(stats)]
+    parts = [describe_shape(stats)]
+    if stats.min is not None and stats.max is not None:
+        median = f", median magnitude {number(stats.median)}" if stats.median is not None else ""
+        parts.append(f"{number(stats.min)} to {number(stats.max)}{median}")
+    elif stats.counts is not None:
+        parts.append("no finite value")
     if stats.counts is not None and stats.counts.num_bad:
         parts.append(nonfinite_part(stats.counts.kinds, stats.counts.num_bad, stats.numel))
     elif not stats.finite:
@@ -178,13 +174,6 @@ def describe_tensor(stats: TensorStats) -> str:
     if stats.counts is not None and stats.counts.num_zero:
         parts.append(f"{percent(stats.counts.num_zero / stats.numel)} zeros")
     return ", ".join(parts)
-
-
-def _range_of(stats: TensorStats) -> list[str]:
-    if stats.min is None or stats.max is None:
-        return [] if stats.counts is None else ["no finite value"]
-    median = f", median magnitude {number(stats.median)}" if stats.median is not None else ""
-    return [f"{number(stats.min)} to {number(stats.max)}{median}"]
 
 
 MEANINGS: Mapping[Verdict, str] = {

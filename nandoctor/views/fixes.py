@@ -157,7 +157,9 @@ def how_to_apply(fix: Fix, report: Report) -> Iterator[Fact]:
         verified = [other for other in report.fixes if other.verified]
         chosen = [*verified, *(other for other in report.fixes if other.workaround is not None)].index(fix) + 1
         pick = () if chosen == 1 and fix.verified else (f"--pick {chosen}",)
-        command = command_for("fix", report, *pick, *_write_flags(fix))
+        names = re.findall(r"^\+\+\+ b/(.*)$", fix.patch, re.MULTILINE)
+        of_package = any(PACKAGE_FOLDERS.intersection(Path(fix.patch_root or "", name).parts) for name in names)
+        command = command_for("fix", report, *pick, "--write", *(["--allow-installed"] if of_package else []))
         yield Fact("apply it", command or f"git apply, in {fix.patch_root}", is_command=command is not None)
     elif fix.patch or fix.settings is not None:
         yield Fact("apply it", WHERE_TO_RUN[fix.kind])
@@ -173,20 +175,14 @@ def reason_facts(fix: Fix) -> Iterator[Fact]:
         return
     if reasons := dict.fromkeys(edit.why for edit in flatten((fix.edit,)) if edit.why):
         yield Fact("why", " ".join(reasons))
-    if cost := _describe_cost(fix):
-        yield Fact("cost", cost)
-
-
-def _describe_cost(fix: Fix) -> str:
     if fix.settings is not None and fix.settings.amp_dtype is not None:
-        return "8 bits of precision in place of fp16's 11, everywhere; bf16 needs a GPU from 2020 or later"
-    if fix.cost is None:
-        return ""
-    shares = (
-        (fix.cost.products_in_fp32, "of the forward's multiply-adds in fp32"),
-        (fix.cost.more_activations, "more memory for activations"),
-    )
-    return ", ".join(f"{percent(share)} {what}" for share, what in shares if share >= _MIN_COST)
+        lost = "8 bits of precision in place of fp16's 11, everywhere; bf16 needs a GPU from 2020 or later"
+        yield Fact("cost", lost)
+    elif fix.cost is not None:
+        products = (fix.cost.products_in_fp32, "of the forward's multiply-adds in fp32")
+        shares = (products, (fix.cost.more_activations, "more memory for activations"))
+        if costs := [f"{percent(share)} {what}" for share, what in shares if share >= _MIN_COST]:
+            yield Fact("cost", ", ".join(costs))
 
 
 WHERE_TO_RUN = {
@@ -273,10 +269,3 @@ def step_facts(steps: Sequence[str]) -> Iterator[Fact]:
             yield Fact("next", sentence)
         if command:
             yield Fact("next", command, is_command=True)
-
-
-def _write_flags(fix: Fix) -> tuple[str, ...]:
-    """Return the flags of `nandoctor fix` that write the change, if need be to files of an installed package."""
-    names = re.findall(r"^\+\+\+ b/(.*)$", fix.patch, re.MULTILINE)
-    installed = any(PACKAGE_FOLDERS.intersection(Path(fix.patch_root or "", name).parts) for name in names)
-    return ("--write", "--allow-installed") if installed else ("--write",)

@@ -47,8 +47,8 @@ def nonfinite_state_facts(summary: DumpSummary) -> Iterator[Fact]:
 
 
 def _first(facts: Sequence[Fact], label: str) -> list[Fact]:
-    more = Fact(label, f"and {len(facts) - _MAX_ROWS} more")
-    return [*facts[:_MAX_ROWS], *[more] * (len(facts) > _MAX_ROWS)]
+    left = len(facts) - _MAX_ROWS
+    return [*facts[:_MAX_ROWS], *([Fact(label, f"and {left} more")] if left > 0 else [])]
 
 
 def _outline(summary: DumpSummary) -> Iterator[Fact]:

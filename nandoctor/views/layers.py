@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from nandoctor.evidence.formats import FP32
 from nandoctor.evidence.report import FirstNonfinite, LayerRow, Report, Runs
-from nandoctor.evidence.trace import head_run, name_run
+from nandoctor.evidence.trace import Place, head_run, name_run
 from nandoctor.text import bits_text, number, part_of, percent
 from nandoctor.views.blocks import Column, Table, Tone, window
 
@@ -20,14 +20,9 @@ class LayerPair:
     fp32: LayerRow | None
 
     @property
-    def either(self) -> LayerRow:
-        """The autocast row, or the fp32 one if there is none, for what both share (names, depth)."""
-        return self.rows[0]
-
-    @property
-    def label(self) -> str:
-        """The module path; later calls are numbered."""
-        return self.either.place.label
+    def place(self) -> Place:
+        """Which call it is, the same in both runs."""
+        return self.rows[0].place
 
     @property
     def rows(self) -> tuple[LayerRow, ...]:
@@ -52,11 +47,6 @@ class Layers:
     pairs: tuple[LayerPair, ...]
     first_nonfinite: int | None = None
 
-    def tightest(self) -> int | None:
-        """Return the index of the layer with the least headroom; None if no layer has a finite value."""
-        found = {index: bits for index, pair in enumerate(self.pairs) if (bits := pair.headroom_bits) is not None}
-        return min(found, key=found.__getitem__, default=None)
-
 
 def select_layers(report: Report, *, every: bool = False) -> Layers:
     """Return the calls with floating-point outputs.
@@ -66,7 +56,11 @@ def select_layers(report: Report, *, every: bool = False) -> Layers:
     """
     if report.runs is None:
         return Layers(pairs=())
-    calls = _align_calls(report.runs)
+    autocast = {row.place.key: row for row in report.runs.autocast.modules}
+    fp32 = {row.place.key: row for row in report.runs.fp32.modules}
+    # In the order of the run that got further: an exception may have ended the other.
+    longer, shorter = (fp32, autocast) if len(fp32) > len(autocast) else (autocast, fp32)
+    calls = [LayerPair(autocast=autocast.get(key), fp32=fp32.get(key)) for key in {**longer, **shorter}]
     failing = _find_failing(calls, report.first_nonfinite)
     left_out = set[int]() if every else _repeats(calls) - {failing}
     returns = [any(row.outputs for row in pair.rows) for pair in calls]
@@ -78,16 +72,8 @@ def select_layers(report: Report, *, every: bool = False) -> Layers:
 def _find_failing(calls: Sequence[LayerPair], first: FirstNonfinite | None) -> int | None:
     """Return the index of the call whose output is the first non-finite one, or that was given what a forward made."""
     place = None if first is None or first.phase != "forward" else first.seen_in or first.place
-    found = (index for index, pair in enumerate(calls) if place is not None and pair.either.place.key == place.key)
+    found = (index for index, pair in enumerate(calls) if place is not None and pair.place.key == place.key)
     return next((index for index in found if not calls[index].finite), None)
-
-
-def _align_calls(runs: Runs) -> tuple[LayerPair, ...]:
-    """Pair both runs' calls by key, in the order of the run that got further: an exception may have ended the other."""
-    autocast = {row.place.key: row for row in runs.autocast.modules}
-    fp32 = {row.place.key: row for row in runs.fp32.modules}
-    longer, shorter = (fp32, autocast) if len(fp32) > len(autocast) else (autocast, fp32)
-    return tuple(LayerPair(autocast=autocast.get(key), fp32=fp32.get(key)) for key in {**longer, **shorter})
 
 
 def name_runs(runs: Runs) -> tuple[str, str]:
@@ -104,7 +90,7 @@ def _repeats(calls: Sequence[LayerPair]) -> set[int]:
     for index, call in enumerate(calls):
         # Regardless of place and shape: a reshaped output is still the same one.
         outputs = {(it.dtype.name, it.numel, it.finite, it.min, it.max) for row in call.rows for it in row.outputs}
-        is_container = index > 0 and calls[index - 1].either.depth > call.either.depth
+        is_container = index > 0 and calls[index - 1].rows[0].depth > call.rows[0].depth
         if is_container and outputs <= made:
             repeats.add(index)
         made |= outputs
@@ -119,18 +105,20 @@ _TIGHT_BITS = 1.0
 def layers_near(report: Report) -> Table | None:
     """Return the layers around the first non-finite one, else around the tightest; None if nothing was run."""
     layers = select_layers(report)
-    center = layers.tightest() if layers.first_nonfinite is None else layers.first_nonfinite
+    first = layers.first_nonfinite
+    left = {index: bits for index, pair in enumerate(layers.pairs) if (bits := pair.headroom_bits) is not None}
+    center = min(left, key=left.__getitem__, default=None) if first is None else first
     if report.runs is None or center is None:
         return None
     shown = window(center, len(layers.pairs), _MAX_NEAR)
     pairs = [layers.pairs[index] for index in shown]
-    names = [f"{'> ' if index == layers.first_nonfinite else '  '}{layers.pairs[index].label}" for index in shown]
+    names = [f"{'> ' if index == first else '  '}{layers.pairs[index].place.label}" for index in shown]
     part = part_of(shown.stop, len(layers.pairs))
     headroom = f"headroom: doublings left before {report.runs.autocast.dtype} overflows"
     return Table(
         title=f"Largest magnitudes, layers {shown.start + 1:,} to {part} in execution order",
         columns=(Column("  layer", names, least=_MIN_NAME_WIDTH), *_number_columns(pairs, report.runs)),
-        legend=headroom if layers.first_nonfinite is None else f"> first non-finite; {headroom}",
+        legend=headroom if first is None else f"> first non-finite; {headroom}",
         tones=_tones(layers)[shown.start : shown.stop],
     )
 
@@ -146,7 +134,7 @@ def _number_columns(pairs: Sequence[LayerPair], runs: Runs) -> tuple[Column, ...
         Column("rel err", errors, right=True, spare=2),
     )
     return (
-        Column("type", [pair.either.place.type for pair in pairs], least=_MIN_TYPE_WIDTH, spare=3),
+        Column("type", [pair.place.type for pair in pairs], least=_MIN_TYPE_WIDTH, spare=3),
         Column(heading, [_range(pair.autocast) for pair in pairs], right=True),
         *(() if runs.are_one else compared),
         Column("headroom", [bits_text(bits) for bits in headroom], right=True, tones=list(map(_tone_of, headroom))),
@@ -195,7 +183,7 @@ def every_layer(report: Report) -> Table | None:
     some_in_fp32 = "; autocast computes some layers in fp32" if numbers[1].heading == "autocast" else ""
     return Table(
         columns=(
-            Column("layer", [pair.label for pair in layers.pairs]),
+            Column("layer", [pair.place.label for pair in layers.pairs]),
             *numbers,
             *([Column("inherited", inherited, right=True)] if compared else []),
             headroom,

@@ -207,7 +207,7 @@ def _name_layers(axes: Axes, layers: Layers) -> None:
     if first is not None:
         named = sorted([*named, first])
     # parse_math=False: a dollar sign in a name would start a formula, and an incomplete one raises when drawn.
-    names = [brief(layers.pairs[index].label, _NAME_WIDTH) for index in named]
+    names = [brief(layers.pairs[index].place.label, _NAME_WIDTH) for index in named]
     axes.set_xticks(named, names, rotation=90, size=7.5, parse_math=False)
     axes.grid(axis="x", color="black", alpha=0.08, linewidth=0.6)
     for index, label in zip(named, axes.get_xticklabels(), strict=True):
@@ -224,7 +224,7 @@ def _mark_failure(axes: Axes, layers: Layers) -> None:
     left, right = axes.get_xlim()
     alignment = ("left", "center", "right")[int(3 * (place - left) / (right - left))]  # inwards, near either end
     axes.annotate(
-        f"first non-finite: {brief(layers.pairs[place].label, _FIRST_NAME_WIDTH)}",
+        f"first non-finite: {brief(layers.pairs[place].place.label, _FIRST_NAME_WIDTH)}",
         (place, 1.0),
         xycoords=axes.get_xaxis_transform(),
         xytext=(0, 4),

@@ -95,21 +95,17 @@ def _describe_where(report: Report) -> str:
     origin = report.origin
     if origin is None:
         return ""
-    function = report.excerpt.function if report.excerpt is not None else ""
-    samples = origin.elements.samples
-    told = samples_text(samples, origin.elements.batch_size) if samples else ""
-    notes = (_describe_module(origin) if function else "", told)
+    place, samples, notes = origin.place, origin.elements.samples, list[str]()
+    owner = report.excerpt.function if report.excerpt is not None else ""
+    if owner:
+        name = "the loss" if place.module == LOSS else short_name(place.module)
+        notes.append(f"{ordinal(place.call + 1)} call of {name or 'the model'}" if place.call else name)
+    else:
+        owner = "the batch" if origin.phase == "input" else short_place(place).with_type
+    if samples:
+        notes.append(samples_text(samples, origin.elements.batch_size))
     details = ", ".join(filter(None, notes))
-    owner = function or ("the batch" if origin.phase == "input" else short_place(origin.place).with_type)
     return f"{owner} ({details})" if details else owner
-
-
-def _describe_module(origin: Origin) -> str:
-    place = origin.place
-    name = "the loss" if place.module == LOSS else short_name(place.module)
-    if not place.call:
-        return name
-    return f"{ordinal(place.call + 1)} call of {name or 'the model'}"
 
 
 def _remark(report: Report) -> str:
@@ -131,14 +127,20 @@ def _rest_of_screen(report: Report) -> Iterator[Block]:
         notes[_MAX_NOTES:] = [Fact("note", f"{len(notes) - _MAX_NOTES} more in the report (-o report.json)")]
     evidence = [fact for fact in (*evidence_facts(report), *trial_facts(report)) if fact.label not in left_out]
     last = [*notes, *next_facts(report)]
-    table = None if solved else layers_near(report)
-    blocks: list[Block] = [Facts([*evidence, *last])] if table is None else [Facts(evidence), table, Facts(last)]
-    yield from blocks
+    if solved or (table := layers_near(report)) is None:
+        yield Facts([*evidence, *last])
+    else:
+        yield from (Facts(evidence), table, Facts(last))
 
 
 def _rest_of_page(report: Report) -> Iterator[Block]:
-    if evidence := _evidence_of_page(report):
-        yield Section("Evidence", evidence)
+    facts = [*evidence_facts(report)]
+    if report.cause is not None:
+        facts += [Fact("evidence", text) for text in dict.fromkeys(item.text for item in report.cause.evidence)]
+    if report.origin is not None:
+        facts += list_operands(report.origin)
+    if facts:
+        yield Section("Evidence", [Facts(facts)])
     if trials := trial_facts(report):
         yield Section("What else was tried", [Facts(trials)], folded=True)
     if (layers := every_layer(report)) is not None:
@@ -152,15 +154,6 @@ def _rest_of_page(report: Report) -> Iterator[Block]:
     versions = Facts([Fact(name.replace("_", " "), text) for name, text in asdict(report.environment).items() if text])
     notes = Facts([*note_facts(report), *next_facts(report)])
     yield Section("Notes", [notes, Section("Versions", [versions], folded=True)])
-
-
-def _evidence_of_page(report: Report) -> list[Block]:
-    """Return the facts, the operands, and how the values spread."""
-    facts = [*evidence_facts(report)]
-    origin, found = report.origin, report.cause.evidence if report.cause is not None else ()
-    facts += [Fact("evidence", text) for text in dict.fromkeys(item.text for item in found)]
-    facts += list_operands(origin) if origin is not None else []
-    return [Facts(facts)] if facts else []
 
 
 _MAX_LISTED = 3
@@ -231,14 +224,8 @@ def describe_use(use: EpsUse) -> str:
         owner = "the optimizer"
     elif use.num_uses > 1:
         owner += f" and {use.num_uses - 1} more"
-    return f"{owner}{line}{used} {_describe_effect(use)}"
-
-
-def _describe_effect(use: EpsUse) -> str:
-    """Return what its format made of a small constant."""
     if use.dtype is None:
-        return "was not seen in use"
-    if use.effect == "subnormal":
-        wrong = f" and {percent(use.rel_err)} off" if use.rel_err is not None else ""
-        return f"is subnormal in {use.dtype}{wrong}"
-    return f"is {'zero' if use.effect == 'zero' else 'kept'} in {use.dtype}"
+        return f"{owner}{line}{used} was not seen in use"
+    effect = use.effect if use.effect in ("zero", "subnormal") else "kept"
+    off = f" and {percent(use.rel_err)} off" if effect == "subnormal" and use.rel_err is not None else ""
+    return f"{owner}{line}{used} is {effect} in {use.dtype}{off}"

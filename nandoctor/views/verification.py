@@ -33,7 +33,15 @@ def _facts(verification: Verification) -> Iterator[Fact]:
         yield Fact("failed", verification.failure)
     if verification.code.changed or verification.outcome == "fixed":
         yield Fact("changed", describe_changes(verification.code))
-    yield from _place(verification)
+    origin, first = verification.origin, verification.first_nonfinite
+    if origin is not None:
+        source = origin.source
+        line = (file_line(source.file, source.line), brief(source.text)) if source else (origin.phase,)
+        yield Fact("where", f"{': '.join(filter(None, line))}, in {origin.place.in_words}")
+    elif first is not None:
+        yield Fact("where", first.place.with_type)
+    if verification.cause is not None:
+        yield Fact("cause", f"{verification.cause.code}: {verification.cause.explanation}")
     if verification.output is not None and verification.output.finite:
         error = verification.output.max_rel_err
         far = "" if error is None else ", equal to fp32" if error == 0 else f", {percent(error)} off fp32"
@@ -54,19 +62,6 @@ def describe_changes(code: CodeState) -> str:
         return "unknown: the dump has no hashes of the code"
     since = [f"{join_first(texts, _MAX_CHANGES)} since the dump was written"] if texts else []
     return "; ".join([*since, *code.settings])
-
-
-def _place(verification: Verification) -> Iterator[Fact]:
-    """Yield where it still fails, and why."""
-    origin = verification.origin
-    if origin is not None:
-        source = origin.source
-        place = (file_line(source.file, source.line), brief(source.text)) if source else (origin.phase,)
-        yield Fact("where", f"{': '.join(filter(None, place))}, in {origin.place.in_words}")
-    elif verification.first_nonfinite is not None:
-        yield Fact("where", verification.first_nonfinite.place.with_type)
-    if verification.cause is not None:
-        yield Fact("cause", f"{verification.cause.code}: {verification.cause.explanation}")
 
 
 def fix_document(choice: FixChoice, report: Report) -> Iterator[Block]:

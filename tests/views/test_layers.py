@@ -41,4 +41,4 @@ def test_the_layer_is_marked_in_whose_output_it_shows_first(seen, label):
     layers = select_layers(replace(factory.report(runs_of(*rows)), first_nonfinite=factory.first(rows[2], **seen)))
     assert len(layers.pairs) == 6
     place = layers.first_nonfinite
-    assert (None if place is None else layers.pairs[place].label) == label
+    assert (None if place is None else layers.pairs[place].place.label) == label
