@@ -81,8 +81,8 @@ def replay(
         NanDoctorError: the dump, the model, the call or an option is wrong; the message says what to do.
     """
     with _listener(progress) as listener:
-        dump, settings = _read(dump, options)
-        found = replay_dump(dump, anchor(model), settings, progress=listener)
+        dump, settings = _read(dump, model, options)
+        found = replay_dump(dump, settings, progress=listener)
         arguments = _command_arguments(dump, {"model": model, **options})
         found = dataclasses.replace(found, report=dataclasses.replace(found.report, arguments=arguments))
         if found.report.verdict == "not-reproduced":
@@ -145,10 +145,8 @@ def check(
     **options: Any,
 ) -> tuple[Verification, Report]:
     """Return the verification of a dump and the report of its replay; `options` are those of `replay`, plus `model`."""
-    model = anchor(options.pop("model", None))
-    dump, settings = _read(dump, options)
-    query = Query(dump=dump, settings=settings, changed=changed, proved=proved)
-    return verify_dump(query, model, progress=progress)
+    dump, settings = _read(dump, options.pop("model", None), options)
+    return verify_dump(Query(dump=dump, settings=settings, changed=changed, proved=proved), progress=progress)
 
 
 def repro(
@@ -169,15 +167,19 @@ def repro(
         NanDoctorError: the dump, the model, the call or an option is wrong, or no operation makes the failure, or it is
             the project's own code.
     """
-    dump, settings = _read(dump, options)
-    found = replay_dump(dump, anchor(model), settings, progress=progress)
+    dump, settings = _read(dump, model, options)
+    found = replay_dump(dump, settings, progress=progress)
     return make_script(found.report, found.step)
 
 
-def _read(dump: Dump | str | os.PathLike[str], options: Mapping[str, Any]) -> tuple[Dump, Settings]:
+def _read(
+    dump: Dump | str | os.PathLike[str], model: ModelSource | None, options: Mapping[str, Any]
+) -> tuple[Dump, Settings]:
     """Return the dump, and the settings to replay it with."""
     dump = dump if isinstance(dump, Dump) else load(dump)
     settings = settings_for(dump.path, options)
+    if model is not None:
+        settings = dataclasses.replace(settings, model=anchor(model))
     return take_weights(dump, settings), settings
 
 

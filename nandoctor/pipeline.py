@@ -66,7 +66,6 @@ from nandoctor.fixes.search import search_fixes
 from nandoctor.fixes.verify import TrialBudget
 from nandoctor.machine import is_out_of_memory
 from nandoctor.step.calls import own_loss
-from nandoctor.step.model_loading import ModelSource
 from nandoctor.step.settings import Settings, override
 from nandoctor.step.setup import prepare
 from nandoctor.step.weights import nonfinite_state
@@ -90,9 +89,7 @@ class Diagnosed:
     in_fp32: Callable[[], tuple[FailingStep, Findings] | None] = lambda: None
 
 
-def replay_dump(
-    dump: Dump, model: ModelSource | None, settings: Settings, *, progress: Progress = lambda *_: None
-) -> Diagnosed:
+def replay_dump(dump: Dump, settings: Settings, *, progress: Progress = lambda *_: None) -> Diagnosed:
     """Replay `dump` under autocast and in fp32, diagnose the step, and report.
 
     A file of weights alone is judged by its weights, and needs no model. If the loss that the dump names raises here,
@@ -105,10 +102,10 @@ def replay_dump(
     """
     if not dump.arrays and settings.call is None:
         return Diagnosed(report=_report_weights(nonfinite_state(dump)))
-    found = _replay(prepare(dump, model, settings, listener_of(progress)), settings)
+    found = _replay(prepare(dump, settings, listener_of(progress)), settings)
     for own in _of_the_cpu(found, dump, settings):
         with suppress(ModelError):  # without CUDA's lists the model may not run
-            other = _replay(prepare(dump, model, own, listener_of(progress)), own)
+            other = _replay(prepare(dump, own, listener_of(progress)), own)
             if other.report.reproduction.grade in ("exact", "same-mask"):
                 told = f"CUDA's op lists do not give the saved failure; those of the CPU, in {own.amp_dtype}, do."
                 return replace(other, report=replace(other.report, notes=(*other.report.notes, told)))

@@ -39,7 +39,6 @@ from nandoctor.fixes.verify import BudgetSpent, TrialBudget, Trials
 from nandoctor.fixes.writing import WrittenChange
 from nandoctor.pipeline import Diagnosed, replay_dump
 from nandoctor.source_files import is_changed, is_installed, own_source
-from nandoctor.step.model_loading import ModelSource
 from nandoctor.step.settings import Settings
 from nandoctor.text import are, join_first, mode_text, part_of, relative_path
 from nandoctor.views.fixes import command_for
@@ -70,17 +69,15 @@ class Query:
     proved: bool = False
 
 
-def verify_dump(
-    query: Query, model: ModelSource | None, *, progress: Progress = lambda *_: None
-) -> tuple[Verification, Report]:
+def verify_dump(query: Query, *, progress: Progress) -> tuple[Verification, Report]:
     """Replay the step under the current code; return whether it has been fixed, and the report of the replay.
 
     Raises:
         NanDoctorError: the step cannot be replayed.
     """
-    found = replay_dump(query.dump, model, query.settings, progress=progress)
+    found = replay_dump(query.dump, query.settings, progress=progress)
     if _fails_by_running_statistics(found.report) and _guessed_mode(query):
-        trained = replay_dump(query.dump, model, replace(query.settings, mode="train"), progress=progress)
+        trained = replay_dump(query.dump, replace(query.settings, mode="train"), progress=progress)
         # Non-finite statistics alone are no failure of a step in train mode, and no sound state either.
         is_told = _describe_failure(trained, query.dump) is not None
         found = trained if is_told and trained.report.verdict in _PASSES else found

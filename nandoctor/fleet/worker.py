@@ -89,7 +89,7 @@ def _replay(job: Job) -> JobAnswer:
     except DumpError as error:
         return JobAnswer(result=_describe_error(job, error, "unreadable"))
     dump = take_weights(dump, job.settings)
-    found = replay_dump(dump, None, job.settings)
+    found = replay_dump(dump, job.settings)
     if found.report.verdict == "not-reproduced":
         found = tell_if_changed(found, dump, job.settings)
     report = add_fixes(found, job.settings)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ from torch import nn
 from nandoctor.dumps.classify import role_of
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.packing import fill, with_attributes
-from nandoctor.dumps.recorded_format import Call, Recorded
+from nandoctor.dumps.recorded_format import Call
 from nandoctor.engine.call import restore_generators, this_run
 from nandoctor.engine.user_code import NOT_UNDER_AUTOCAST, WRONG_CALL, kept_running, raised_at
 from nandoctor.errors import LossError, ModelError
@@ -39,9 +39,6 @@ from nandoctor.trees import walk
 
 Tensors = Mapping[str, torch.Tensor]
 
-_MakeBatch = Callable[[Mapping[str, torch.Tensor]], Any]
-"""Builds the loop's batch from arrays by name."""
-
 
 def bind_calls(dump: Dump, device: torch.device) -> Binding:
     """Bind the training's calls to their recorded arguments; several calls give the list of their outputs.
@@ -61,7 +58,12 @@ def bind_calls(dump: Dump, device: torch.device) -> Binding:
         )
 
     def forward(model: nn.Module, tensors: Mapping[str, Any]) -> Any:
-        with _watching(model, recorded) as inside:
+        inside: dict[str, Any] = {}
+        with ExitStack() as hooks:
+            for name in recorded.watched:
+                module = model.get_submodule(name)
+                hook = module.register_forward_hook(lambda _, __, output, name=name: inside.update({name: output}))
+                hooks.enter_context(hook)
             entry = _entry_point(model, recorded.method, trainer)
             returned = [_call(entry, call, tensors, device) for call in recorded.calls]
         output = returned[0] if len(returned) == 1 else returned
@@ -134,18 +136,6 @@ def _entry_point(model: nn.Module, method: str, trainer: Trainer) -> Callable[..
     return call
 
 
-@contextmanager
-def _watching(model: nn.Module, recorded: Recorded) -> Iterator[dict[str, Any]]:
-    """Yield a dict that collects the outputs of the watched modules."""
-    inside: dict[str, Any] = {}
-    with ExitStack() as stack:
-        for name in recorded.watched:
-            module = model.get_submodule(name)
-            hook = module.register_forward_hook(lambda _, __, output, name=name: inside.update({name: output}))
-            stack.callback(hook.remove)
-        yield inside
-
-
 def call_up_to_backward(model: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return the loss of the method's first `manual_backward` call, or the method's result if it makes none.
 
@@ -159,13 +149,9 @@ def call_up_to_backward(model: nn.Module, method: Callable[..., Any], *args: Any
         count = _count_optimizers(model)
         return idle if count == 1 else [idle] * count
 
-    stand_ins: dict[str, Any] = {
-        "manual_backward": _stop,
-        "optimizers": optimizers,
-        **dict.fromkeys(("lr_schedulers", "toggle_optimizer", "untoggle_optimizer", "toggled_optimizer"), idle),
-        **dict.fromkeys(("clip_gradients", "log", "log_dict"), idle),
-    }
-    with patch.multiple(model, create=True, **stand_ins):
+    ignored = ("lr_schedulers", "toggle_optimizer", "untoggle_optimizer", "toggled_optimizer")
+    stand_ins = dict.fromkeys((*ignored, "clip_gradients", "log", "log_dict"), idle)
+    with patch.multiple(model, create=True, manual_backward=_stop, optimizers=optimizers, **stand_ins):
         try:
             return method(*args, **kwargs)
         except _BackwardReached as reached:
@@ -191,12 +177,12 @@ def _count_optimizers(model: Any) -> int:
 
 
 def bind_loss(
-    loss: Callable[..., Any] | None, dump: Dump, make: _MakeBatch, used: Collection[str] = ()
+    loss: Callable[..., Any] | None, dump: Dump, make: Callable[[Tensors], Any], used: Collection[str] = ()
 ) -> Callable[..., Any] | None:
     """Return the loss as a function of output and arrays by name; without one, that which the model itself returns.
 
-    A recorder's loss takes the batch. Any other may take parts of it by their names instead: of the ways to call it,
-    the likelier is tried first. `used` are the arrays that the model takes.
+    A recorder's loss takes the batch, which `make` builds of the arrays. Any other may take parts of it by their names
+    instead: of the ways to call it, the likelier is tried first. `used` are the arrays that the model takes.
     """
     if loss is None:
         field = dump.recorded.loss_field
@@ -322,21 +308,21 @@ def _spread(signature: Signature, output: Any, offer: Offer) -> dict[str, Any] |
     return {**given, **dict(zip(left, output, strict=True))} if is_several else None
 
 
-def _loss_in(made: Any) -> Any:
-    """Return the loss of what a function returns: the first of a tuple, as beside logs, or the "loss" of a dict."""
-    if isinstance(made, tuple | list) and made:
-        return made[0]
-    return made.get("loss", made) if isinstance(made, Mapping) else made
+def _checked(loss: Callable[..., Any], make: Callable[[Tensors], Any], returned: str) -> Callable[..., Any]:
+    """Wrap the loss so that any error in it is a `LossError`: the training may have called it with other arguments.
 
+    Of what it returns, the loss is the first of a tuple, as beside logs, or the "loss" of a dict.
+    """
 
-def _checked(loss: Callable[..., Any], make: _MakeBatch, returned: str) -> Callable[..., Any]:
-    """Wrap the loss so that any error in it is a `LossError`: the training may have called it with other arguments."""
-
-    def compute(output: Any, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def compute(output: Any, tensors: Tensors) -> torch.Tensor:
         batch = make(tensors)
         try:
             with kept_running():
-                value = _loss_in(loss(output, batch))
+                value = loss(output, batch)
+                if isinstance(value, tuple | list) and value:
+                    value = value[0]
+                elif isinstance(value, Mapping):
+                    value = value.get("loss", value)
         except Exception as error:
             if NOT_UNDER_AUTOCAST in str(error) or is_out_of_memory(error):
                 raise

@@ -68,11 +68,11 @@ def _switch(group: OptionGroup, flag: str, text: str, *, default: bool) -> Any:
 class Settings:
     """All settings of a replay; None means that the replay finds out.
 
-    `call` is `(model, batch) -> output`, `loss` is `(output, batch) -> scalar`; SPECs and paths are looked up from
-    `directory`.
+    `model` may also be a Module, in Python; `call` is `(model, batch) -> output`, `loss` is `(output, batch) ->
+    scalar`; SPECs and paths are looked up from `directory`.
     """
 
-    model: str | None = _spec(
+    model: str | Callable[..., Any] | None = _spec(
         "model", "--model", "What builds the model: package.module:attr or file.py:attr.", "a SPEC"
     )
     model_args: Mapping[str, Any] = _setting(

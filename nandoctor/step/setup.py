@@ -49,7 +49,6 @@ from nandoctor.step.code_references import (
 from nandoctor.step.model_loading import (
     ARGUMENTS_NEEDED,
     OTHER_ARGUMENTS,
-    ModelSource,
     Unfilled,
     build_model,
     find_attribute,
@@ -76,8 +75,8 @@ _UNFILLED_NBYTES = 16 << 20
 """The size of weights from which on it pays not to draw initial values that the dump replaces."""
 
 
-def prepare(dump: Dump, model: ModelSource | None, settings: Settings, progress: Listener | None = None) -> Preparation:
-    """Build the model, load the weights and match the arrays to the call; `model` overrides `settings.model`.
+def prepare(dump: Dump, settings: Settings, progress: Listener | None = None) -> Preparation:
+    """Build the model, load the weights and match the arrays to the call.
 
     Raises:
         ModelError: no model is known, it does not fit the weights or memory, or it is not clear how to call it.
@@ -87,15 +86,14 @@ def prepare(dump: Dump, model: ModelSource | None, settings: Settings, progress:
     check_torch()
     dump = cast_weights(dump)
     device = find_device(settings.device)
-    source = model if model is not None else settings.model
-    require_approval(dump, has_model=source is not None)
+    require_approval(dump, settings)
     project = project_of(dump)
     with project.preparing():
-        code = _import_code(dump, source, settings, device)
+        code = _import_code(dump, settings, device)
         dump = fill_optimizer(fit_state(dump, code.model))
         loss, loss_notes = fill_loss(code.loss, dump)
         code = replace(code, loss=loss)
-        weight_notes = _load_weights(code, dump, settings, device)
+        weight_notes = _load_weights(code.model, dump, settings, device)
         outputs = find_outputs(dump, code.model, settings, code.call, code.loss)
         batch = read_batch(dump, code.model, outputs.names, device)
         version = minor_version(dump.recorded.torch) or TORCH
@@ -147,61 +145,61 @@ class _Code:
     call: Callable[..., Any] | None
     loss: Callable[..., Any] | None
     nonfinite: Mapping[str, torch.Tensor]
-    source: ModelSource | None
     notes: tuple[str, ...]
-    updater: type[torch.optim.Optimizer] | None = None
+    updater: type[torch.optim.Optimizer] | None
 
 
-def _import_code(dump: Dump, source: ModelSource | None, settings: Settings, device: torch.device) -> _Code:
+def _import_code(dump: Dump, settings: Settings, device: torch.device) -> _Code:
     nbytes = memory_of(dump.state.values())
     if nbytes >= LARGE_NBYTES:
         return_freed_memory()
     unfilled = Unfilled() if settings.strict and nbytes >= _UNFILLED_NBYTES else None  # else some weights stay
     with cuda_code(device):
         with unfilled or nullcontext(), registered_state() as registered:
-            model, notes = _build(dump, source, settings)
+            model, notes = _build(dump, settings)
         call = find_attribute(settings.call, directory=settings.directory)
-        loss, loss_notes = build_loss(find_attribute(settings.loss, directory=settings.directory)), list[str]()
-        named = (source, settings.loss), settings.directory
+        loss = build_loss(find_attribute(settings.loss, directory=settings.directory))
+        specs = [spec for spec in (settings.model, settings.loss) if isinstance(spec, str)]
+        files = [(settings.directory / spec.rpartition(":")[0]).resolve() for spec in specs]
         if loss is None:
-            loss, loss_notes = find_loss(dump.recorded.loss_function, dump.provenance, *named)
-        updater = find_optimizer(dump.recorded.updater, dump, *named)
+            loss, loss_notes = find_loss(dump, files)
+            notes += loss_notes
+        updater = find_optimizer(dump, files)
     check_method(model, dump, settings)
     left_out = [unfilled.holds] if unfilled else []
     built = nonfinite_kinds(model, *left_out) if registered else {}
-    told = (*notes, *loss_notes)
-    return _Code(model=model, call=call, loss=loss, nonfinite=built, source=source, notes=told, updater=updater)
+    return _Code(model=model, call=call, loss=loss, nonfinite=built, notes=tuple(notes), updater=updater)
 
 
-def _load_weights(code: _Code, dump: Dump, settings: Settings, device: torch.device) -> list[str]:
+def _load_weights(model: nn.Module, dump: Dump, settings: Settings, device: torch.device) -> list[str]:
     """Load the dump's weights, on the device and in their formats; return notes on what did not fit."""
     state, state_notes = state_to_load(dump)
-    state_notes += _take_formats(code.model, state, is_recorded=dump.is_recorded)
+    state_notes += _take_formats(model, state, is_recorded=dump.is_recorded)
     try:
         shared = memory_of(state.values()) >= _UNFILLED_NBYTES
-        notes = [*load_state(code.model, state, strict=settings.strict, shared=shared), *state_notes]
+        notes = [*load_state(model, state, strict=settings.strict, shared=shared), *state_notes]
     except ModelError as error:
         with cuda_code(device), Unfilled():
-            raise _explain_misfit(error, code, replace(dump, state=state), settings) from error.__cause__
+            raise _explain_misfit(error, model, replace(dump, state=state), settings) from error.__cause__
     with cuda_code(device):  # it marked buffers as made on the host, and unmarks what is sent to the device
-        code.model.to(device)
-    add_casts(code.model, dump.recorded)
+        model.to(device)
+    add_casts(model, dump.recorded)
     return notes
 
 
-def _explain_misfit(error: ModelError, code: _Code, dump: Dump, settings: Settings) -> ModelError:
-    """Return the error for weights that do not fit the model that the source or, without one, the dump names."""
-    if code.source is None:
+def _explain_misfit(error: ModelError, model: nn.Module, dump: Dump, settings: Settings) -> ModelError:
+    """Return the error for weights that do not fit the model that the user or, without that, the dump names."""
+    if settings.model is None:
         return ModelError(
             error.message,
             remedy="Name what builds the model, --model FILE.py:NAME; in the training, give Recorder the arguments of "
             "the model's class (arguments={...}) or a function that builds it (builder=FUNCTION).",
         )
-    factory = find_attribute(code.source, directory=settings.directory)
+    factory = find_attribute(settings.model, directory=settings.directory)
     if error.remedy != OTHER_ARGUMENTS or isinstance(factory, nn.Module):
         return error
-    named = settings.directory / str(code.source)
-    return _build_as_own_code(error, named, factory, dump, settings, num_misfits(dump, code.model))[0]
+    named = settings.directory / str(settings.model)
+    return _build_as_own_code(error, named, factory, dump, settings, num_misfits(dump, model))[0]
 
 
 def _take_formats(net: nn.Module, state: Mapping[str, torch.Tensor], *, is_recorded: bool) -> list[str]:
@@ -234,14 +232,14 @@ def _are_alike(ours: torch.Tensor, saved: torch.Tensor) -> bool:
     return kinds[0] == kinds[1] and (is_lazy(ours) or ours.shape == saved.shape)
 
 
-def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[nn.Module, list[str]]:
-    """Build the model that the user named, else the one that the dump names."""
-    reference, changed = dump.recorded.model, list[str]()
+def _build(dump: Dump, settings: Settings) -> tuple[nn.Module, list[str]]:
+    """Build the model that the user named, else the one that the dump names; return it with notes."""
+    source, reference, changed = settings.model, dump.recorded.model, list[str]()
     if source is not None:
         filled = None if settings.model_args else fill_config(source, reference, settings.directory)
         make, named, directory = filled or source, str(source), settings.directory
     elif dump.is_recorded:
-        make = find_model(reference, dump.path, dump.provenance, dump.recorded.loss_function)
+        make = find_model(dump)
         named, directory, changed = make.__qualname__, Path(), describe_code_change(reference)
     else:
         raise _explain_unnamed(dump, settings.directory)
