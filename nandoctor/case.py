@@ -80,7 +80,12 @@ def replay(
     Raises:
         NanDoctorError: the dump, the model, the call or an option is wrong; the message says what to do.
     """
-    with _listener(progress) as listener:
+    shown: AbstractContextManager[Listener] = nullcontext(listener_of(progress or Listener()))
+    if progress is None and "IPython" in sys.modules:
+        from nandoctor.views.progress import ReplayDisplay
+
+        shown = ReplayDisplay().shown()
+    with shown as listener:
         dump, settings = _read(dump, model, options)
         found = replay_dump(dump, settings, progress=listener)
         arguments = _command_arguments(dump, {"model": model, **options})
@@ -98,15 +103,6 @@ def _command_arguments(dump: Dump, given: Mapping[str, Any]) -> tuple[str, ...]:
     if any(not place.file and find_typed(place.module, place.name) is not None for place in own):
         return ()
     return command_arguments(dump.path, given)
-
-
-def _listener(progress: Progress | None) -> AbstractContextManager[Listener]:
-    """Return the caller's progress listener, the bar of IPython or a notebook, or a silent listener."""
-    if progress is None and "IPython" in sys.modules:
-        from nandoctor.views.progress import ReplayDisplay
-
-        return ReplayDisplay().shown()
-    return nullcontext(Listener() if progress is None else listener_of(progress))
 
 
 def verify(

@@ -162,8 +162,10 @@ def _diagnose_step(preparation: Preparation) -> Diagnosed:
     findings = _diagnose(replayed, preparation)
     if findings.verdict == "state" and (reset := replay_from_reset(replayed, preparation)) is not None:
         replayed, findings = reset, _diagnose(reset, preparation)
-    fails_in_fp32, raised = findings.conclusion.in_fp32, replayed.trace.raised is not None
-    if fails_in_fp32 or raised or _may_fail_in_fp32(replayed.step, findings):
+    # Open is whether fp32 fails, if that was not seen, or its gradients were not asked for.
+    is_open = findings.verdict in ("precision", "healthy", "cannot-tell")
+    may_fail_in_fp32 = is_open and (replayed.step.loss is not None or not findings.reference.finite)
+    if findings.conclusion.in_fp32 or replayed.trace.raised is not None or may_fail_in_fp32:
         replayed, findings = _without_guess(replayed, findings, preparation)
     step = findings.exposed or replayed.step
     findings = _name_samples(step, findings)
@@ -181,12 +183,6 @@ def _diagnose_plainly(replayed: Replayed, preparation: Preparation) -> tuple[Fai
     findings = _diagnose(plain, preparation)
     step = findings.exposed or plain.step
     return (step, _name_samples(step, findings)) if findings.verdict not in NOTHING_FOUND else None
-
-
-def _may_fail_in_fp32(step: FailingStep, findings: Findings) -> bool:
-    """Return True if fp32's failure was not seen, or its gradients not asked for."""
-    is_open = findings.verdict in ("precision", "healthy", "cannot-tell")
-    return is_open and (step.loss is not None or not findings.reference.finite)
 
 
 def _without_guess(replayed: Replayed, findings: Findings, preparation: Preparation) -> tuple[Replayed, Findings]:
@@ -342,8 +338,12 @@ def _stays_to_the_end(origin: Origin, failing: Trace) -> bool:
 
 def _diagnose_forward(replayed: Replayed) -> Findings:
     """Compare the replay with a run in fp32, op by op if something went wrong."""
-    step, trace = replayed.step, replayed.trace
-    reference, conclusion = _run_reference(step, trace), Conclusion()
+    step, trace, closely = replayed.step, replayed.trace, replace(CLOSELY, stage="replay")
+    if not trace.finite:
+        reference = step.run(REFERENCE, closely).trace
+    else:
+        reference = (run_whole(step, REFERENCE, closely) if trace.bad_gradients else step.run(REFERENCE)).trace
+    conclusion = Conclusion()
     if trace.finite and reference.finite and not outputs_differ(trace.output, reference.output):
         trace, reference = _counted(step, trace, step.mode.policy), _counted(step, reference, REFERENCE)
     else:
@@ -358,14 +358,6 @@ def _diagnose_forward(replayed: Replayed) -> Findings:
         random=replayed.random,
         ops=trace.ops,
     )
-
-
-def _run_reference(step: FailingStep, trace: Trace) -> Trace:
-    """Run the step in fp32, watched as closely as its replay's failure asks for."""
-    closely = replace(CLOSELY, stage="replay")
-    if not trace.finite:
-        return step.run(REFERENCE, closely).trace
-    return (run_whole(step, REFERENCE, closely) if trace.bad_gradients else step.run(REFERENCE)).trace
 
 
 def _counted(step: FailingStep, trace: Trace, policy: Policy) -> Trace:

@@ -86,11 +86,13 @@ def find_dumps(patterns: _Patterns) -> list[Path]:
     found: dict[str, Path] = {}
     for given in [patterns] if isinstance(patterns, str | os.PathLike) else patterns:
         pattern = os.fspath(given)
-        path = Path(pattern)
-        named = [path]
-        if not path.exists():  # an existing name may have brackets
+        named = [Path(pattern)]
+        if not named[0].exists():  # an existing name may have brackets
             named = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]  # noqa: PTH207  (or absolute)
-        files = [file for path in named for file in (_search(path) if path.is_dir() else [path])]
+        files = list[Path]()
+        for path in named:
+            inside = (it for it in path.rglob("*") if it.suffix in DUMP_ENDINGS and not it.is_dir())
+            files += sorted(inside) if path.is_dir() else [path]
         if not files:
             raise NanDoctorError(f"{pattern}: no dumps found there.", remedy="Name files, folders or patterns.")
         for file in files:
@@ -98,10 +100,6 @@ def find_dumps(patterns: _Patterns) -> list[Path]:
             if real not in found or (found[real].is_symlink() and not file.is_symlink()):
                 found[real] = file
     return list(found.values())
-
-
-def _search(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.rglob("*") if file.suffix in DUMP_ENDINGS and not file.is_dir())
 
 
 def triage(

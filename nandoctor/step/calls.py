@@ -17,7 +17,6 @@ from torch import nn
 from nandoctor.dumps.classify import role_of
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.packing import fill, with_attributes
-from nandoctor.dumps.recorded_format import Call
 from nandoctor.engine.call import restore_generators, this_run
 from nandoctor.engine.user_code import NOT_UNDER_AUTOCAST, WRONG_CALL, kept_running, raised_at
 from nandoctor.errors import LossError, ModelError
@@ -64,8 +63,11 @@ def bind_calls(dump: Dump, device: torch.device) -> Binding:
                 module = model.get_submodule(name)
                 hook = module.register_forward_hook(lambda _, __, output, name=name: inside.update({name: output}))
                 hooks.enter_context(hook)
-            entry = _entry_point(model, recorded.method, trainer)
-            returned = [_call(entry, call, tensors, device) for call in recorded.calls]
+            entry, returned = _entry_point(model, recorded.method, trainer), []
+            for call in recorded.calls:
+                if call.rng is not None and this_run.from_saved_states:
+                    restore_generators(call.rng.torch_states, call.rng, device)
+                returned.append(entry(*fill(call.args, tensors, device), **fill(call.kwargs, tensors, device)))
         output = returned[0] if len(returned) == 1 else returned
         if not recorded.method:
             return output
@@ -78,12 +80,6 @@ def bind_calls(dump: Dump, device: torch.device) -> Binding:
     shown = ", ".join(map(brief, given))
     times = f", {len(recorded.calls)} calls" if len(recorded.calls) > 1 else ""
     return Binding(description=f"{what}({shown}){times}", arrays=names, forward=forward)
-
-
-def _call(entry: Callable[..., Any], call: Call, tensors: Tensors, device: torch.device) -> Any:
-    if call.rng is not None and this_run.from_saved_states:
-        restore_generators(call.rng.torch_states, call.rng, device)
-    return entry(*fill(call.args, tensors, device), **fill(call.kwargs, tensors, device))
 
 
 def own_loss(place: str) -> Callable[[Any, Any], torch.Tensor]:
@@ -136,7 +132,7 @@ def _entry_point(model: nn.Module, method: str, trainer: Trainer) -> Callable[..
     return call
 
 
-def call_up_to_backward(model: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def call_up_to_backward(model: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return the loss of the method's first `manual_backward` call, or the method's result if it makes none.
 
     Calls to its Trainer before that (optimizers, schedulers, toggling, logging) do nothing: no update precedes the
@@ -146,12 +142,20 @@ def call_up_to_backward(model: nn.Module, method: Callable[..., Any], *args: Any
     idle.step.side_effect = lambda closure=None, **_: closure() if closure is not None else None
 
     def optimizers(*_: Any, **__: Any) -> Any:
-        count = _count_optimizers(model)
-        return idle if count == 1 else [idle] * count
+        made: Any = None
+        with suppress(Exception):  # it may need a Trainer; then there most likely is one
+            made = model.configure_optimizers()
+        if isinstance(made, list | tuple):
+            made = made[0] if made and isinstance(made[0], list | tuple) else made  # else with schedulers
+            return idle if len(made) == 1 else [idle] * len(made)
+        return idle
+
+    def stop(loss: Any, *_: Any, **__: Any) -> None:
+        raise _BackwardReached(loss)
 
     ignored = ("lr_schedulers", "toggle_optimizer", "untoggle_optimizer", "toggled_optimizer")
     stand_ins = dict.fromkeys((*ignored, "clip_gradients", "log", "log_dict"), idle)
-    with patch.multiple(model, create=True, manual_backward=_stop, optimizers=optimizers, **stand_ins):
+    with patch.multiple(model, create=True, manual_backward=stop, optimizers=optimizers, **stand_ins):
         try:
             return method(*args, **kwargs)
         except _BackwardReached as reached:
@@ -160,20 +164,6 @@ def call_up_to_backward(model: nn.Module, method: Callable[..., Any], *args: Any
 
 class _BackwardReached(BaseException):
     """Its argument is the loss; the training's `except Exception` must not catch it."""
-
-
-def _stop(loss: Any, *_: Any, **__: Any) -> None:
-    raise _BackwardReached(loss)
-
-
-def _count_optimizers(model: Any) -> int:
-    """Return how many optimizers `self.optimizers()` gives; 1 if that cannot be known without a Trainer."""
-    made: Any = None
-    with suppress(Exception):
-        made = model.configure_optimizers()
-    if isinstance(made, (list, tuple)):
-        return len(made[0]) if made and isinstance(made[0], (list, tuple)) else len(made)
-    return 1
 
 
 def bind_loss(

@@ -9,7 +9,6 @@ rules. The source is checked for the definition before anything is imported.
 from __future__ import annotations
 
 import functools
-import inspect
 import shlex
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -233,22 +232,6 @@ def require_approval(dump: Dump, settings: Settings) -> None:
         raise UnapprovedCodeError(
             f"This dump asks to run code, and {why}. Nothing was run.\n\n" + "\n".join(rows),
             remedy=f"  To run it   {approving_command(dump.path, dump.recorded)}",
-        )
-
-
-def check_method(model: nn.Module, dump: Dump, settings: Settings) -> None:
-    """Check that the model's class has the recorded method, `training_step`, if the replay is to call that.
-
-    Raises:
-        ModelError: it has none.
-    """
-    method = dump.recorded.method
-    if not method or settings.call is not None or settings.inputs:
-        return
-    if not inspect.isfunction(getattr(type(model), method, None)):
-        raise ModelError(
-            f"{type(model).__name__} defines no method {method!r}, which the dump holds calls of.",
-            remedy="Name the class that was trained: --model FILE.py:NAME.",
         )
 
 

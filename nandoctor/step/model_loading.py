@@ -53,7 +53,6 @@ OTHER_ARGUMENTS = (
     "Give the arguments that the training used (--model-arg K=V), or --no-strict to load what fits and leave the rest "
     "as the model initialises it."
 )
-_OTHER_MODEL = "This is another model's state dict: check --model."
 ARGUMENTS_NEEDED = (
     "Give the arguments it needs with --model-arg K=V, once for each; V may be a Python literal, as in "
     """'cfg={"width": 16}', or an object, as in cfg=train.py:CFG. Relative paths start in the working directory."""
@@ -148,14 +147,25 @@ def load_state(model: nn.Module, state: _State, *, strict: bool = True, shared: 
         raise ModelError(
             f"The weights do not fit {type(model).__name__} ({num_fitting} of {len(own)} tensors do):\n"
             + "\n".join(problems),
-            remedy=OTHER_ARGUMENTS if own.keys() & state.keys() else _OTHER_MODEL,
+            remedy=OTHER_ARGUMENTS
+            if own.keys() & state.keys()
+            else "This is another model's state dict: check --model.",
         )
     loaded = {name: state[name] for name in own if name not in left_out}
     if shared:
         loaded = _share_weights(model, loaded)
         own.clear()  # it holds the initial weights, which nothing else uses any more
-    if loaded:
-        _copy_state(model, loaded)
+    try:
+        if loaded:
+            model.load_state_dict(loaded, strict=False)
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            raise explain_memory("load the weights", error) from error
+        reason = brief(str(error).strip().splitlines()[-1].strip(), 300)
+        raise ModelError(
+            f"The weights cannot be copied into {type(model).__name__}: {reason}",
+            remedy="Save them in the formats that the model has: quantized and sparse weights are not converted.",
+        ) from error
     return [f"--no-strict: {problem}" for problem in problems]
 
 
@@ -216,19 +226,6 @@ def _can_share(parameter: nn.Parameter, tensor: torch.Tensor) -> bool:
         and parameter.shape == tensor.shape
         and parameter.stride() == tensor.stride()
     )
-
-
-def _copy_state(model: nn.Module, state: _State) -> None:
-    try:
-        model.load_state_dict(dict(state), strict=False)
-    except (RuntimeError, MemoryError) as error:
-        if is_out_of_memory(error):
-            raise explain_memory("load the weights", error) from error
-        reason = brief(str(error).strip().splitlines()[-1].strip(), 300)
-        raise ModelError(
-            f"The weights cannot be copied into {type(model).__name__}: {reason}",
-            remedy="Save them in the formats that the model has: quantized and sparse weights are not converted.",
-        ) from error
 
 
 def _copy(model: nn.Module, name: str) -> nn.Module:

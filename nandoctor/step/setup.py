@@ -5,6 +5,7 @@ No code below this reads a `Dump`.
 
 from __future__ import annotations
 
+import inspect
 import math
 import shlex
 from collections.abc import Callable, Collection, Mapping
@@ -36,7 +37,6 @@ from nandoctor.step.binding import Binding, bind_inputs, find_bindings, read_sig
 from nandoctor.step.calls import bind_calls, bind_loss
 from nandoctor.step.code_references import (
     build_loss,
-    check_method,
     describe_code_change,
     fill_config,
     fill_optimizer,
@@ -69,7 +69,7 @@ from nandoctor.text import join_first, relative_path
 from nandoctor.torch_compat import TORCH, check_torch, default_device, minor_version, other_torch
 from nandoctor.tracing.tensor_stats import all_finite, format_of
 
-NUM_EXTRA_SEEDS = 3
+_NUM_EXTRA_SEEDS = 3
 _MAX_BUILDINGS = 20
 _UNFILLED_NBYTES = 16 << 20
 """The size of weights from which on it pays not to draw initial values that the dump replaces."""
@@ -102,6 +102,12 @@ def prepare(dump: Dump, settings: Settings, progress: Listener | None = None) ->
         steps = [_make_step(binding, dump, code, batch, settings, policies[0]) for binding in bindings]
         taken = frozenset(name for step in steps for name in step.call.used)  # so they are no saved output
         outputs = _with_unclaimed(outputs, dump, code, bindings[0], taken)
+    modes: tuple[bool, ...] = (True, False)
+    if settings.mode is not None:
+        modes = (settings.mode == "train",)
+    elif "" in dump.recorded.training:
+        modes = (dump.recorded.training[""],)
+    seed = settings.seed if settings.seed is not None or dump.rng_states else 0  # None: the saved random state
     notes = [*dump.notes, *code.notes, *weight_notes, *loss_notes, *batch.notes]
     notes += [f"The recorder could not keep {text}." for text in dump.missing]
     if torch_then := other_torch(dump.recorded.torch):
@@ -110,27 +116,13 @@ def prepare(dump: Dump, settings: Settings, progress: Listener | None = None) ->
         dump=dump,
         steps=tuple(replace(step, progress=progress or Listener(), project=project) for step in steps),
         unclear=bindings[0].unclear,
-        modes=_modes(dump, settings),
-        seeds=_seeds(dump, settings),
+        modes=modes,
+        seeds=(seed, *((seed or 0) + extra for extra in range(1, _NUM_EXTRA_SEEDS + 1))),
         policies=tuple(policies),
         outputs=outputs,
         notes=tuple(notes),
         updater=code.updater,
     )
-
-
-def _modes(dump: Dump, settings: Settings) -> tuple[bool, ...]:
-    """Return the mode in the settings, else the recorded one, else both."""
-    if settings.mode:
-        return (settings.mode == "train",)
-    recorded = dump.recorded.training.get("")
-    return (True, False) if recorded is None else (recorded,)
-
-
-def _seeds(dump: Dump, settings: Settings) -> tuple[int | None, ...]:
-    """Return the seed in the settings, else the saved random state (None), else 0; then those of further tries."""
-    first = settings.seed if settings.seed is not None or dump.rng_states else 0
-    return first, *((first or 0) + extra for extra in range(1, NUM_EXTRA_SEEDS + 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +157,12 @@ def _import_code(dump: Dump, settings: Settings, device: torch.device) -> _Code:
             loss, loss_notes = find_loss(dump, files)
             notes += loss_notes
         updater = find_optimizer(dump, files)
-    check_method(model, dump, settings)
+    method = dump.recorded.method if settings.call is None and not settings.inputs else ""
+    if method and not inspect.isfunction(getattr(type(model), method, None)):
+        raise ModelError(
+            f"{type(model).__name__} defines no method {method!r}, which the dump holds calls of.",
+            remedy="Name the class that was trained: --model FILE.py:NAME.",
+        )
     left_out = [unfilled.holds] if unfilled else []
     built = nonfinite_kinds(model, *left_out) if registered else {}
     return _Code(model=model, call=call, loss=loss, nonfinite=built, notes=tuple(notes), updater=updater)
@@ -209,7 +206,13 @@ def _take_formats(net: nn.Module, state: Mapping[str, torch.Tensor], *, is_recor
     the model's own do not: weights in fp16 are often saved in fp32, and then every value is one of fp16.
     """
     named = [(tensor, state[name]) for name, tensor in (*net.named_parameters(), *net.named_buffers()) if name in state]
-    other = [(ours, saved) for ours, saved in named if ours.dtype is not saved.dtype and _are_alike(ours, saved)]
+    other = [
+        (ours, saved)
+        for ours, saved in named
+        if ours.dtype is not saved.dtype
+        and (ours.is_floating_point(), ours.is_complex()) == (saved.is_floating_point(), saved.is_complex())
+        and (is_lazy(ours) or ours.shape == saved.shape)
+    ]
     shared = weight_dtype(state)
     if shared is None and not is_recorded:
         other = [(ours, saved) for ours, saved in other if ours.dtype in LOW_DTYPES]
@@ -224,12 +227,6 @@ def _take_formats(net: nn.Module, state: Mapping[str, torch.Tensor], *, is_recor
         ours.data = torch.empty_like(ours.data, dtype=saved.dtype)
     told = shared is not None or not is_recorded
     return [f"The model is built in {built}, the dump's weights are {found}: it was replayed in {found}."] * told
-
-
-def _are_alike(ours: torch.Tensor, saved: torch.Tensor) -> bool:
-    """Return True for two tensors of one shape, both real or both complex."""
-    kinds = [(tensor.is_floating_point(), tensor.is_complex()) for tensor in (ours, saved)]
-    return kinds[0] == kinds[1] and (is_lazy(ours) or ours.shape == saved.shape)
 
 
 def _build(dump: Dump, settings: Settings) -> tuple[nn.Module, list[str]]:
@@ -342,30 +339,27 @@ def _make_step(
     binding: Binding, dump: Dump, code: _Code, batch: SavedBatch, settings: Settings, policy: Policy
 ) -> FailingStep:
     """Return the step with the model called in this way."""
-    model, used = code.model, frozenset(binding.arrays).intersection(batch.offer.arrays)
-    dtype = weight_dtype(dump.state)
-    arrays = dict(batch.arrays)
+    used = frozenset(binding.arrays).intersection(batch.offer.arrays)
+    dtype, arrays = weight_dtype(dump.state), dict(batch.arrays)
     if dtype is not None and not dump.is_recorded and settings.call is None:  # as a loop without autocast passes them
         arrays |= {name: arrays[name].to(dtype) for name in used if arrays[name].dtype is torch.float32}
-    scale = dump.loss_scale if settings.loss_scale is None else settings.loss_scale
     first = code.nonfinite
-    now = nonfinite_kinds(model) if first else {}  # it reads every weight
+    now = nonfinite_kinds(code.model) if first else {}  # it reads every weight
+    same = [name for name in now if name in first and now[name].equal(first[name])]
     return FailingStep(
-        model=model,
-        built={
-            name: int(now[name].max()) == NEGATIVE for name in now if name in first and now[name].equal(first[name])
-        },
+        model=code.model,
+        built={name: int(now[name].max()) == NEGATIVE for name in same},
         call=Call(
             batch=arrays,
             used=used,
             with_grad=dump.with_grad.intersection(batch.offer.arrays),
-            forward=partial(binding.forward, model),
+            forward=partial(binding.forward, code.model),
             description=binding.description,
         ),
         loss=bind_loss(code.loss, dump, batch.make, used),
         mode=Mode(
             policy=policy,
-            loss_scale=scale,
+            loss_scale=dump.loss_scale if settings.loss_scale is None else settings.loss_scale,
             is_first_scale=settings.loss_scale is None and dump.has_first_scale,
             device=batch.offer.device,
         ),
