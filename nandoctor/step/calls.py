@@ -209,7 +209,7 @@ def _find_ways(loss: Callable[..., Any], output: Any, batch: Any, used: Collecti
     if isinstance(batch, Mapping):
         keys = [signature.mappings[p.name] for p in others if p.name in signature.mappings]
         whole = partial(_call_with_all, loss, output, _part_with(keys[0], batch)) if keys else whole
-        given = _bind_parts(signature, output, batch, () if keys else used) or {}
+        given = _bind_parts(signature, output, batch, () if keys else used)
         parts = [partial(loss, **given)] if len(given) > is_open else []  # *args may be meant for the batch
         is_pair = isinstance(output, tuple) and len(output) == len(signature.required({})) > 1
         of_output = [partial(loss, *output)] if is_pair else []
@@ -261,10 +261,8 @@ def _part_with(keys: Collection[str], batch: Mapping[Any, Any]) -> Mapping[Any, 
     return next((part for part in (batch, *inner, joined) if part.keys() >= set(keys)), batch)
 
 
-def _bind_parts(
-    signature: Signature, output: Any, batch: Mapping[Any, Any], used: Collection[str]
-) -> dict[str, Any] | None:
-    """Return the arguments of a loss that takes parts of the batch, by the names of its parameters; None if unclear.
+def _bind_parts(signature: Signature, output: Any, batch: Mapping[Any, Any], used: Collection[str]) -> dict[str, Any]:
+    """Return the arguments of a loss that takes parts of the batch, by the names of its parameters; none if unclear.
 
     An array that the model did not use may be its target, whatever its name.
     """
@@ -277,25 +275,25 @@ def _bind_parts(
     if len(required) == 1 and not bound and used:
         unused = [name for name in arrays if name not in used and values[name].dim() and role_of(name) != "output"]
         bound = the_only_array(others, Offer(values=values, arrays=unused), bound)
-    if all(p.name in bound for p in required) and signature.named:
-        return {signature.named[0].name: output, **{name: values[str(source)] for name, source in bound.items()}}
+    if of_output and all(p.name in bound for p in required):
+        return {of_output: output, **{name: values[str(source)] for name, source in bound.items()}}
     return _spread(signature, output, offer)
 
 
-def _spread(signature: Signature, output: Any, offer: Offer) -> dict[str, Any] | None:
+def _spread(signature: Signature, output: Any, offer: Offer) -> dict[str, Any]:
     """Return the arguments of a loss that takes the model's several outputs, by their names or else in their order.
 
-    `loss(recon_x, x, mu, logvar)` of a batch with an x takes three outputs; None if not as many are left.
+    `loss(recon_x, x, mu, logvar)` of a batch with an x takes three outputs; none are given if not as many are left.
     """
     bound = bind(signature, offer, LOSS_OF_SEVERAL)
     left = [p.name for p in signature.required(bound)]
     given = {name: offer.values[str(source)] for name, source in bound.items()}
     output = output._asdict() if hasattr(output, "_asdict") else output  # a namedtuple
     if isinstance(output, Mapping):
-        return {**given, **{name: output[name] for name in left}} if left and output.keys() >= set(left) else None
+        return {**given, **{name: output[name] for name in left}} if left and output.keys() >= set(left) else {}
     # A loss of two may take the output as it is, and a target whose name is not known.
     is_several = isinstance(output, tuple | list) and len(output) == len(left) > 1 and len(signature.named) > 2
-    return {**given, **dict(zip(left, output, strict=True))} if is_several else None
+    return {**given, **dict(zip(left, output, strict=True))} if is_several else {}
 
 
 def _checked(loss: Callable[..., Any], make: Callable[[Tensors], Any], returned: str) -> Callable[..., Any]:
