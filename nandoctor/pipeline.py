@@ -43,7 +43,7 @@ from nandoctor.diagnosis.verdict import (
 )
 from nandoctor.dumps.dump import Dump, summarize
 from nandoctor.dumps.recorded_format import Recorded
-from nandoctor.engine.progress import Progress, listener_of
+from nandoctor.engine.progress import Progress
 from nandoctor.engine.reproduction import Preparation, Replayed, replay_from_reset, replay_plainly, reproduce, run_whole
 from nandoctor.engine.runner import CLOSELY, FailingStep, Watch
 from nandoctor.engine.samples import (
@@ -102,10 +102,10 @@ def replay_dump(dump: Dump, settings: Settings, *, progress: Progress = lambda *
     """
     if not dump.arrays and settings.call is None:
         return Diagnosed(report=_report_weights(nonfinite_state(dump)))
-    found = _replay(prepare(dump, settings, listener_of(progress)), settings)
+    found = _replay(prepare(dump, settings, progress), settings)
     for own in _of_the_cpu(found, dump, settings):
         with suppress(ModelError):  # without CUDA's lists the model may not run
-            other = _replay(prepare(dump, own, listener_of(progress)), own)
+            other = _replay(prepare(dump, own, progress), own)
             if other.report.reproduction.grade in ("exact", "same-mask"):
                 told = f"CUDA's op lists do not give the saved failure; those of the CPU, in {own.amp_dtype}, do."
                 return replace(other, report=replace(other.report, notes=(*other.report.notes, told)))

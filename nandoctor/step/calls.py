@@ -104,13 +104,12 @@ class Trainer(SimpleNamespace):
     global_rank, local_rank, world_size = 0, 0, 1
 
 
-def _entry_point(model: nn.Module, method: str, trainer: Trainer) -> Callable[..., Any]:
+def _entry_point(model: Any, method: str, trainer: Trainer) -> Any:
     """Return what calls the model; a recorded method is called in place of forward, so that hooks see it."""
     if not method:
         return model
 
     # A LightningModule may ask for its optimizers, to log a learning rate or to call them itself, and for its Trainer.
-    held: Any = model
     is_lightnings = hasattr(model, "manual_backward")
 
     def once(*args: Any, **kwargs: Any) -> Any:
@@ -122,12 +121,12 @@ def _entry_point(model: nn.Module, method: str, trainer: Trainer) -> Callable[..
         model.forward = once
         try:
             if is_lightnings:
-                held.trainer = trainer
+                model.trainer = trainer
             return model(*args, **kwargs)
         finally:
             vars(model).pop("forward", None)
             if is_lightnings:
-                held.trainer = None
+                model.trainer = None
 
     return call
 

@@ -95,7 +95,7 @@ def find_loss(dump: Dump, files: Iterable[Path]) -> tuple[Callable[..., Any] | N
     reference = dump.recorded.loss_function
     if reference is None:
         return None, []
-    command = f"to replay the backward pass, {_name_of_loss(reference, _file_named(reference, files))}"
+    command = f"to replay the backward pass, {_how_to_pass(reference, _file_named(reference, files))}"
     if why := _why_not_imported(reference, dump.provenance):
         return None, [f"The loss that the file names was not run: {why}; {command}."]
     found = _import(reference)
@@ -160,8 +160,8 @@ def build_loss(found: Any) -> Any:
         ) from error
 
 
-def _name_of_loss(reference: Reference, file: str) -> str:
-    """Return the instruction that tells the user how to pass the loss, which is in that file, if it is not ""."""
+def _how_to_pass(reference: Reference, file: str) -> str:
+    """Return what the user does to pass the loss, which is in that file, if it is not ""."""
     source = Path(file) if file else reference.source
     if reference.can_be_named and (source is None or defines_code(source, reference.name, own=True, assigned=True)):
         spec = f"{file}:{reference.name}" if file else reference.spec.replace("__main__:", "FILE.py:")

@@ -27,7 +27,7 @@ from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.recorded_format import RandomStates, as_option, read_option
 from nandoctor.engine.call import Call, Mode, Randomness
 from nandoctor.engine.module_state import LARGE_NBYTES, NEGATIVE, nonfinite_kinds
-from nandoctor.engine.progress import Listener
+from nandoctor.engine.progress import Progress, listener_of
 from nandoctor.engine.reproduction import Preparation, SavedOutputs
 from nandoctor.engine.runner import FailingStep
 from nandoctor.engine.user_code import project_of
@@ -75,7 +75,7 @@ _UNFILLED_NBYTES = 16 << 20
 """The size of weights from which on it pays not to draw initial values that the dump replaces."""
 
 
-def prepare(dump: Dump, settings: Settings, progress: Listener | None = None) -> Preparation:
+def prepare(dump: Dump, settings: Settings, progress: Progress = lambda *_: None) -> Preparation:
     """Build the model, load the weights and match the arrays to the call.
 
     Raises:
@@ -87,7 +87,7 @@ def prepare(dump: Dump, settings: Settings, progress: Listener | None = None) ->
     dump = cast_weights(dump)
     device = find_device(settings.device)
     require_approval(dump, settings)
-    project = project_of(dump)
+    project, listener = project_of(dump), listener_of(progress)
     with project.preparing():
         code = _import_code(dump, settings, device)
         dump = fill_optimizer(fit_state(dump, code.model))
@@ -114,7 +114,7 @@ def prepare(dump: Dump, settings: Settings, progress: Listener | None = None) ->
         notes.append(f"Recorded with torch {torch_then} and replayed with {torch.__version__}.")
     return Preparation(
         dump=dump,
-        steps=tuple(replace(step, progress=progress or Listener(), project=project) for step in steps),
+        steps=tuple(replace(step, progress=listener, project=project) for step in steps),
         unclear=bindings[0].unclear,
         modes=modes,
         seeds=(seed, *((seed or 0) + extra for extra in range(1, _NUM_EXTRA_SEEDS + 1))),
