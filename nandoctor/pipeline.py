@@ -46,14 +46,7 @@ from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.engine.progress import Progress
 from nandoctor.engine.reproduction import Preparation, Replayed, replay_from_reset, replay_plainly, reproduce, run_whole
 from nandoctor.engine.runner import CLOSELY, FailingStep, Watch
-from nandoctor.engine.samples import (
-    Symptom,
-    describe_difference,
-    fails_without,
-    find_guilty,
-    is_read,
-    trace_without,
-)
+from nandoctor.engine.samples import Symptom, describe_difference, fails_without, find_guilty, is_read, trace_without
 from nandoctor.engine.updates import measure_slots, trace_update
 from nandoctor.errors import DumpError, LossError, ModelError
 from nandoctor.evidence.dump_summary import DumpSummary, Environment

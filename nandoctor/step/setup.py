@@ -57,14 +57,7 @@ from nandoctor.step.model_loading import (
 from nandoctor.step.saved_arrays import SavedBatch, choose_policies, find_outputs, names_read, read_batch, weight_dtype
 from nandoctor.step.scripts import Options, find_buildings, suggest_model
 from nandoctor.step.settings import Settings
-from nandoctor.step.weights import (
-    add_casts,
-    cast_weights,
-    fill_loss,
-    fit_state,
-    num_misfits,
-    registered_state,
-)
+from nandoctor.step.weights import add_casts, cast_weights, fill_loss, fit_state, num_misfits, registered_state
 from nandoctor.text import join_first, relative_path
 from nandoctor.torch_compat import TORCH, check_torch, default_device, minor_version, other_torch
 from nandoctor.tracing.tensor_stats import all_finite, format_of

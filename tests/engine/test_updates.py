@@ -143,8 +143,7 @@ SAME = Reference(module=__name__, name="Trust", file=FILE, sha256=hash_of(Path(_
     ],
 )
 def test_which_optimizers_are_run(reference, own, named, found, tmp_path):
-    provenance = Provenance(own=own, here=own)
-    dump = Dump(path=tmp_path / "x.pth", nbytes=0, layout="plain", state={}, arrays={}, provenance=provenance)
-    dump = replace(dump, recorded=Recorded(updater=reference))
+    says = {"provenance": Provenance(own=own, here=own), "recorded": Recorded(updater=reference)}
+    dump = Dump(path=tmp_path / "x.pth", nbytes=0, layout="plain", state={}, arrays={}, **says)
     kind = find_optimizer(dump, [Path(named.rpartition(":")[0]).resolve()])
     assert (kind and kind.__name__) == found

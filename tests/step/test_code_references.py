@@ -50,16 +50,14 @@ def loss(output, batch):
     return (output - batch).sum()
 """
 OWN = Provenance(own=True, here=True)
+installed = cache(packages_distributions)
+"""Reads a file of every installed package, for a second."""
 
 
 def naming(model=None, loss=None, provenance=OWN):
     """A recorder's file that names this code."""
     file, recorded = {"path": Path("runs/my dump.pth"), "nbytes": 1}, Recorded(model=model, loss_function=loss)
     return Dump(**file, layout=FORMAT, state={}, arrays={}, recorded=recorded, provenance=provenance)
-
-
-installed = cache(packages_distributions)
-"""Reads a file of every installed package, for a second."""
 
 
 @pytest.fixture
@@ -136,9 +134,7 @@ def test_a_module_that_hides_an_installed_one_is_not_run(project, library, way, 
     [
         (script("Plain.make"), "nor a function at the top level of your own files"),
         (script("Missing"), "nor a function at the top level of your own files"),
-        (script(file="../elsewhere.py"), "is not in the working directory"),
-        (script(file="/tmp/elsewhere.py"), "is not in the working directory"),
-        (script(file="missing.py"), "is not in the working directory"),
+        *((script(file=file), "is not in the working directory") for file in ("../x.py", "/tmp/x.py", "missing.py")),
         (script(arguments={"width": torch.ones(1)}), "its arguments are not plain data"),
         (Reference(module="script_of_the_test", name="Net"), "finds it in no installed package"),
         (Reference(module="os", name="_wrap_close"), "finds it in no installed package"),
@@ -177,8 +173,8 @@ def test_the_loss_is_used_while_its_source_is_unchanged(project):
     assert (float(loss(torch.ones(2), torch.zeros(2))), notes) == (2.0, [])
     source.write_text(CODE + "\n")
     loss, (note,) = find_loss(naming(loss=reference), ())
-    assert float(loss(torch.ones(2), torch.zeros(2))) == 2.0
-    assert note == "script_of_the_test.py has changed since the training."
+    changed = "script_of_the_test.py has changed since the training."
+    assert (float(loss(torch.ones(2), torch.zeros(2))), note) == (2.0, changed)
 
 
 def test_the_command_for_a_loss_has_the_path_that_is_named(project, monkeypatch):
@@ -208,7 +204,5 @@ def test_a_loss_without_a_name_of_its_own_is_to_be_written_out(project, name):
     assert loss is None
     assert f"--loss {name}" not in note
     assert "it is no class, nor a function at the top level of your own files" in note
-    assert note.endswith(
-        "def loss_of(output, batch) at the top level of script_of_the_test.py, and add "
-        "--loss script_of_the_test.py:loss_of."
-    )
+    file = "script_of_the_test.py"
+    assert note.endswith(f"def loss_of(output, batch) at the top level of {file}, and add --loss {file}:loss_of.")

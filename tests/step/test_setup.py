@@ -76,9 +76,8 @@ def test_saved_outputs_do_not_go_in():
     ],
 )
 def test_what_a_loss_takes_beside_the_output_is_no_output(loss, expected):
-    outputs = prepare(
-        dump_of(nn.Identity(), input=IMAGE, teacher_logits=IMAGE), Settings(model=nn.Identity(), loss=loss)
-    ).outputs
+    dump = dump_of(nn.Identity(), input=IMAGE, teacher_logits=IMAGE)
+    outputs = prepare(dump, Settings(model=nn.Identity(), loss=loss)).outputs
     assert (outputs.graded[0] if outputs.graded else None) == expected
 
 
