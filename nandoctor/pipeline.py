@@ -151,7 +151,10 @@ def add_fixes(found: Diagnosed, settings: Settings) -> Report:
 
 def _diagnose_step(preparation: Preparation) -> Diagnosed:
     summary = summarize(preparation.dump)  # of the file as it was written: a forward may write to what it holds
-    replayed = _with_own_loss(reproduce(preparation))
+    replayed = reproduce(preparation)
+    returns_loss = any(stats.path == "loss" and not stats.shape for stats in replayed.trace.output)
+    if replayed.step.loss is None and returns_loss:
+        replayed = replace(replayed, step=replace(replayed.step, loss=own_loss("loss")))
     findings = _diagnose(replayed, preparation)
     if findings.verdict == "state" and (reset := replay_from_reset(replayed, preparation)) is not None:
         replayed, findings = reset, _diagnose(reset, preparation)
@@ -215,14 +218,6 @@ def _is_sound_plainly(replayed: Replayed) -> bool:
         trace = replayed.step.under(replayed.plain).run(watch=watch).trace
         return trace.finite and not trace.bad_gradients
     return True
-
-
-def _with_own_loss(replayed: Replayed) -> Replayed:
-    """Return the replay with the loss that the model itself returns as `loss`, if no other is known."""
-    returns_loss = any(stats.path == "loss" and not stats.shape for stats in replayed.trace.output)
-    if replayed.step.loss is not None or not returns_loss:
-        return replayed
-    return replace(replayed, step=replace(replayed.step, loss=own_loss("loss")))
 
 
 def _write_report(replayed: Replayed, findings: Findings, preparation: Preparation, summary: DumpSummary) -> Report:

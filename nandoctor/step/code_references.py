@@ -96,9 +96,9 @@ def find_loss(dump: Dump, files: Iterable[Path]) -> tuple[Callable[..., Any] | N
     if reference is None:
         return None, []
     command = f"to replay the backward pass, {_how_to_pass(reference, _file_named(reference, files))}"
-    if why := _why_not_imported(reference, dump.provenance):
+    found, why = _import(reference, dump.provenance)
+    if why:
         return None, [f"The loss that the file names was not run: {why}; {command}."]
-    found = _import(reference)
     if isinstance(found, type) and not issubclass(found, nn.Module):
         return None, [f"{brief(reference.spec)} is not a function; {command}."]
     return build_loss(found), describe_code_change(reference)
@@ -181,34 +181,33 @@ def describe_code_change(reference: Reference | None) -> list[str]:
 
 def _import_source(reference: Reference, dump: Dump) -> Any:
     """Import the referenced class or, from the project's own files, the top-level function that built the model."""
-    if why := _why_not_imported(reference, dump.provenance):
+    found, why = _import(reference, dump.provenance)
+    if why:
         raise _needs_approval(reference, dump, why)
-    return _import(reference)
+    return found
 
 
-def _why_not_imported(reference: Reference, provenance: Provenance) -> str:
-    """Return why the code is not imported for this dump; "" if it is. Nothing is imported to find out."""
+def _import(reference: Reference, provenance: Provenance) -> tuple[Any, str]:
+    """Return the class or function, and why it is not imported for this dump, "" if it is.
+
+    Nothing is imported to find out.
+    """
     if not provenance.own:
-        return provenance.detail
+        return None, provenance.detail
     if not reference.file and reference.module == "__main__":
         typed = find_typed(reference.module, reference.name)
-        return "it was typed into a notebook or console, where nandoctor.replay(FILE) finds it" if typed is None else ""
+        elsewhere = "it was typed into a notebook or console, where nandoctor.replay(FILE) finds it"
+        return typed, elsewhere if typed is None else ""
     source = reference.source
     if source is None and reference.can_be_named:
         elsewhere = f"{brief(reference.file)} is not in the working directory"
-        return elsewhere if reference.file else "Python finds it in no installed package"
+        return None, elsewhere if reference.file else "Python finds it in no installed package"
     if source is None or not defines_code(source, reference.name, own=bool(reference.file)):
-        return "it is no class, nor a function at the top level of your own files"
-    return "" if provenance.here or not reference.file else "this is not the folder that the dump was recorded in"
-
-
-def _import(reference: Reference) -> Any:
-    """Return the class or function, which `_why_not_imported` has found."""
-    if not reference.file and reference.module == "__main__":
-        return find_typed(reference.module, reference.name)
-    if reference.file:
-        return find_attribute(f"{reference.source}:{reference.name}")
-    return find_attribute(reference.spec, directory=None)
+        return None, "it is no class, nor a function at the top level of your own files"
+    if reference.file and not provenance.here:
+        return None, "this is not the folder that the dump was recorded in"
+    spec, directory = (f"{source}:{reference.name}", Path()) if reference.file else (reference.spec, None)
+    return find_attribute(spec, directory=directory), ""
 
 
 def _needs_approval(reference: Reference, dump: Dump, why: str) -> ModelError:
