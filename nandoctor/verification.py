@@ -88,7 +88,9 @@ def verify_dump(query: Query, *, progress: Progress) -> tuple[Verification, Repo
 
 
 def tell_if_changed(found: Diagnosed, dump: Dump, settings: Settings) -> Diagnosed:
-    """Add to a replay that did not reproduce the failure what is known of changes to the code."""
+    """Add to a replay, if it did not reproduce the failure, what is known of changes to the code."""
+    if found.report.verdict != "not-reproduced":
+        return found
     verification = _conclude(found, Query(dump=dump, settings=settings))
     return replace(found, report=_add_outcome(found.report, verification))
 
