@@ -130,8 +130,8 @@ def triage(
     run.store.open()
     try:
         with open_workers(executor=options.executor, jobs=options.jobs, scheduler=options.scheduler) as workers:
-            run.collect(workers, run.paths, run.results)
-            run.collect(workers, run.representatives(), run.with_fixes, fixes=True)
+            run.collect(workers, run.paths)
+            run.collect(workers, run.representatives(), fixes=True)
     except KeyboardInterrupt:
         raise InterruptedTriageError(run.finish()) from None
     return run.finish()
@@ -148,10 +148,9 @@ class _TriageRun:
         self.num_reused = 0
         self._started = time.perf_counter()
 
-    def collect(
-        self, workers: Workers, paths: Sequence[Path], results: dict[str, DumpResult], *, fixes: bool = False
-    ) -> None:
+    def collect(self, workers: Workers, paths: Sequence[Path], *, fixes: bool = False) -> None:
         """Add the result of each file: first those in the folder, then the others as they come from workers."""
+        results = self.with_fixes if fixes else self.results
         made = [self._make_job(path, fixes=fixes) for path in paths]
         known = (job for job in made if isinstance(job, DumpResult))
         with closing(workers([job for job in made if isinstance(job, Job)])) as answers:
