@@ -80,13 +80,17 @@ def replay(
     Raises:
         NanDoctorError: the dump, the model, the call or an option is wrong; the message says what to do.
     """
-    with _listener(progress) as listener:
-        dump, settings = _read(dump, options)
-        found = replay_dump(dump, anchor(model), settings, progress=listener)
+    shown: AbstractContextManager[Listener] = nullcontext(listener_of(progress or Listener()))
+    if progress is None and "IPython" in sys.modules:
+        from nandoctor.views.progress import ReplayDisplay
+
+        shown = ReplayDisplay().shown()
+    with shown as listener:
+        dump, settings = _read(dump, model, options)
+        found = replay_dump(dump, settings, progress=listener)
         arguments = _command_arguments(dump, {"model": model, **options})
         found = dataclasses.replace(found, report=dataclasses.replace(found.report, arguments=arguments))
-        if found.report.verdict == "not-reproduced":
-            found = tell_if_changed(found, dump, settings)
+        found = tell_if_changed(found, dump, settings)
         listener.tell(found.report)
         return Case(add_fixes(found, settings))
 
@@ -98,15 +102,6 @@ def _command_arguments(dump: Dump, given: Mapping[str, Any]) -> tuple[str, ...]:
     if any(not place.file and find_typed(place.module, place.name) is not None for place in own):
         return ()
     return command_arguments(dump.path, given)
-
-
-def _listener(progress: Progress | None) -> AbstractContextManager[Listener]:
-    """Return the caller's progress listener, the bar of IPython or a notebook, or a silent listener."""
-    if progress is None and "IPython" in sys.modules:
-        from nandoctor.views.progress import ReplayDisplay
-
-        return ReplayDisplay().shown()
-    return nullcontext(Listener() if progress is None else listener_of(progress))
 
 
 def verify(
@@ -145,10 +140,8 @@ def check(
     **options: Any,
 ) -> tuple[Verification, Report]:
     """Return the verification of a dump and the report of its replay; `options` are those of `replay`, plus `model`."""
-    model = anchor(options.pop("model", None))
-    dump, settings = _read(dump, options)
-    query = Query(dump=dump, settings=settings, changed=changed, proved=proved)
-    return verify_dump(query, model, progress=progress)
+    dump, settings = _read(dump, options.pop("model", None), options)
+    return verify_dump(Query(dump=dump, settings=settings, changed=changed, proved=proved), progress=progress)
 
 
 def repro(
@@ -169,15 +162,19 @@ def repro(
         NanDoctorError: the dump, the model, the call or an option is wrong, or no operation makes the failure, or it is
             the project's own code.
     """
-    dump, settings = _read(dump, options)
-    found = replay_dump(dump, anchor(model), settings, progress=progress)
+    dump, settings = _read(dump, model, options)
+    found = replay_dump(dump, settings, progress=progress)
     return make_script(found.report, found.step)
 
 
-def _read(dump: Dump | str | os.PathLike[str], options: Mapping[str, Any]) -> tuple[Dump, Settings]:
+def _read(
+    dump: Dump | str | os.PathLike[str], model: ModelSource | None, options: Mapping[str, Any]
+) -> tuple[Dump, Settings]:
     """Return the dump, and the settings to replay it with."""
     dump = dump if isinstance(dump, Dump) else load(dump)
     settings = settings_for(dump.path, options)
+    if model is not None:
+        settings = dataclasses.replace(settings, model=anchor(model))
     return take_weights(dump, settings), settings
 
 

@@ -43,17 +43,10 @@ from nandoctor.diagnosis.verdict import (
 )
 from nandoctor.dumps.dump import Dump, summarize
 from nandoctor.dumps.recorded_format import Recorded
-from nandoctor.engine.progress import Progress, listener_of
+from nandoctor.engine.progress import Progress
 from nandoctor.engine.reproduction import Preparation, Replayed, replay_from_reset, replay_plainly, reproduce, run_whole
 from nandoctor.engine.runner import CLOSELY, FailingStep, Watch
-from nandoctor.engine.samples import (
-    Symptom,
-    describe_difference,
-    fails_without,
-    find_guilty,
-    is_read,
-    trace_without,
-)
+from nandoctor.engine.samples import Symptom, describe_difference, fails_without, find_guilty, is_read, trace_without
 from nandoctor.engine.updates import measure_slots, trace_update
 from nandoctor.errors import DumpError, LossError, ModelError
 from nandoctor.evidence.dump_summary import DumpSummary, Environment
@@ -66,7 +59,6 @@ from nandoctor.fixes.search import search_fixes
 from nandoctor.fixes.verify import TrialBudget
 from nandoctor.machine import is_out_of_memory
 from nandoctor.step.calls import own_loss
-from nandoctor.step.model_loading import ModelSource
 from nandoctor.step.settings import Settings, override
 from nandoctor.step.setup import prepare
 from nandoctor.step.weights import nonfinite_state
@@ -90,9 +82,7 @@ class Diagnosed:
     in_fp32: Callable[[], tuple[FailingStep, Findings] | None] = lambda: None
 
 
-def replay_dump(
-    dump: Dump, model: ModelSource | None, settings: Settings, *, progress: Progress = lambda *_: None
-) -> Diagnosed:
+def replay_dump(dump: Dump, settings: Settings, *, progress: Progress = lambda *_: None) -> Diagnosed:
     """Replay `dump` under autocast and in fp32, diagnose the step, and report.
 
     A file of weights alone is judged by its weights, and needs no model. If the loss that the dump names raises here,
@@ -105,10 +95,10 @@ def replay_dump(
     """
     if not dump.arrays and settings.call is None:
         return Diagnosed(report=_report_weights(nonfinite_state(dump)))
-    found = _replay(prepare(dump, model, settings, listener_of(progress)), settings)
+    found = _replay(prepare(dump, settings, progress), settings)
     for own in _of_the_cpu(found, dump, settings):
         with suppress(ModelError):  # without CUDA's lists the model may not run
-            other = _replay(prepare(dump, model, own, listener_of(progress)), own)
+            other = _replay(prepare(dump, own, progress), own)
             if other.report.reproduction.grade in ("exact", "same-mask"):
                 told = f"CUDA's op lists do not give the saved failure; those of the CPU, in {own.amp_dtype}, do."
                 return replace(other, report=replace(other.report, notes=(*other.report.notes, told)))
@@ -161,12 +151,17 @@ def add_fixes(found: Diagnosed, settings: Settings) -> Report:
 
 def _diagnose_step(preparation: Preparation) -> Diagnosed:
     summary = summarize(preparation.dump)  # of the file as it was written: a forward may write to what it holds
-    replayed = _with_own_loss(reproduce(preparation))
+    replayed = reproduce(preparation)
+    returns_loss = any(stats.path == "loss" and not stats.shape for stats in replayed.trace.output)
+    if replayed.step.loss is None and returns_loss:
+        replayed = replace(replayed, step=replace(replayed.step, loss=own_loss("loss")))
     findings = _diagnose(replayed, preparation)
     if findings.verdict == "state" and (reset := replay_from_reset(replayed, preparation)) is not None:
         replayed, findings = reset, _diagnose(reset, preparation)
-    fails_in_fp32, raised = findings.conclusion.in_fp32, replayed.trace.raised is not None
-    if fails_in_fp32 or raised or _may_fail_in_fp32(replayed.step, findings):
+    # Open is whether fp32 fails, if that was not seen, or its gradients were not asked for.
+    is_open = findings.verdict in ("precision", "healthy", "cannot-tell")
+    may_fail_in_fp32 = is_open and (replayed.step.loss is not None or not findings.reference.finite)
+    if findings.conclusion.in_fp32 or replayed.trace.raised is not None or may_fail_in_fp32:
         replayed, findings = _without_guess(replayed, findings, preparation)
     step = findings.exposed or replayed.step
     findings = _name_samples(step, findings)
@@ -184,12 +179,6 @@ def _diagnose_plainly(replayed: Replayed, preparation: Preparation) -> tuple[Fai
     findings = _diagnose(plain, preparation)
     step = findings.exposed or plain.step
     return (step, _name_samples(step, findings)) if findings.verdict not in NOTHING_FOUND else None
-
-
-def _may_fail_in_fp32(step: FailingStep, findings: Findings) -> bool:
-    """Return True if fp32's failure was not seen, or its gradients not asked for."""
-    is_open = findings.verdict in ("precision", "healthy", "cannot-tell")
-    return is_open and (step.loss is not None or not findings.reference.finite)
 
 
 def _without_guess(replayed: Replayed, findings: Findings, preparation: Preparation) -> tuple[Replayed, Findings]:
@@ -229,14 +218,6 @@ def _is_sound_plainly(replayed: Replayed) -> bool:
         trace = replayed.step.under(replayed.plain).run(watch=watch).trace
         return trace.finite and not trace.bad_gradients
     return True
-
-
-def _with_own_loss(replayed: Replayed) -> Replayed:
-    """Return the replay with the loss that the model itself returns as `loss`, if no other is known."""
-    returns_loss = any(stats.path == "loss" and not stats.shape for stats in replayed.trace.output)
-    if replayed.step.loss is not None or not returns_loss:
-        return replayed
-    return replace(replayed, step=replace(replayed.step, loss=own_loss("loss")))
 
 
 def _write_report(replayed: Replayed, findings: Findings, preparation: Preparation, summary: DumpSummary) -> Report:
@@ -345,8 +326,12 @@ def _stays_to_the_end(origin: Origin, failing: Trace) -> bool:
 
 def _diagnose_forward(replayed: Replayed) -> Findings:
     """Compare the replay with a run in fp32, op by op if something went wrong."""
-    step, trace = replayed.step, replayed.trace
-    reference, conclusion = _run_reference(step, trace), Conclusion()
+    step, trace, closely = replayed.step, replayed.trace, replace(CLOSELY, stage="replay")
+    if not trace.finite:
+        reference = step.run(REFERENCE, closely).trace
+    else:
+        reference = (run_whole(step, REFERENCE, closely) if trace.bad_gradients else step.run(REFERENCE)).trace
+    conclusion = Conclusion()
     if trace.finite and reference.finite and not outputs_differ(trace.output, reference.output):
         trace, reference = _counted(step, trace, step.mode.policy), _counted(step, reference, REFERENCE)
     else:
@@ -361,14 +346,6 @@ def _diagnose_forward(replayed: Replayed) -> Findings:
         random=replayed.random,
         ops=trace.ops,
     )
-
-
-def _run_reference(step: FailingStep, trace: Trace) -> Trace:
-    """Run the step in fp32, watched as closely as its replay's failure asks for."""
-    closely = replace(CLOSELY, stage="replay")
-    if not trace.finite:
-        return step.run(REFERENCE, closely).trace
-    return (run_whole(step, REFERENCE, closely) if trace.bad_gradients else step.run(REFERENCE)).trace
 
 
 def _counted(step: FailingStep, trace: Trace, policy: Policy) -> Trace:

@@ -28,7 +28,6 @@ from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.engine.progress import Progress
 from nandoctor.engine.runner import FailingStep
 from nandoctor.errors import NanDoctorError
-from nandoctor.evidence.dump_summary import DumpSummary
 from nandoctor.evidence.edits import Edit, Together
 from nandoctor.evidence.report import WRONG, Report
 from nandoctor.evidence.trace import describe_run
@@ -39,7 +38,6 @@ from nandoctor.fixes.verify import BudgetSpent, TrialBudget, Trials
 from nandoctor.fixes.writing import WrittenChange
 from nandoctor.pipeline import Diagnosed, replay_dump
 from nandoctor.source_files import is_changed, is_installed, own_source
-from nandoctor.step.model_loading import ModelSource
 from nandoctor.step.settings import Settings
 from nandoctor.text import are, join_first, mode_text, part_of, relative_path
 from nandoctor.views.fixes import command_for
@@ -70,17 +68,18 @@ class Query:
     proved: bool = False
 
 
-def verify_dump(
-    query: Query, model: ModelSource | None, *, progress: Progress = lambda *_: None
-) -> tuple[Verification, Report]:
+def verify_dump(query: Query, *, progress: Progress) -> tuple[Verification, Report]:
     """Replay the step under the current code; return whether it has been fixed, and the report of the replay.
 
     Raises:
         NanDoctorError: the step cannot be replayed.
     """
-    found = replay_dump(query.dump, model, query.settings, progress=progress)
-    if _fails_by_running_statistics(found.report) and _guessed_mode(query):
-        trained = replay_dump(query.dump, model, replace(query.settings, mode="train"), progress=progress)
+    found = replay_dump(query.dump, query.settings, progress=progress)
+    causes = [found.report.cause, *(diagnosis.cause for diagnosis in found.report.also)]
+    # Nothing but buffers in the file is wrong, as after a failing forward in train mode.
+    by_buffers = found.report.verdict == "state" and all(it and it.code == "poisoned-buffers" for it in causes)
+    if by_buffers and _guessed_mode(query):
+        trained = replay_dump(query.dump, replace(query.settings, mode="train"), progress=progress)
         # Non-finite statistics alone are no failure of a step in train mode, and no sound state either.
         is_told = _describe_failure(trained, query.dump) is not None
         found = trained if is_told and trained.report.verdict in _PASSES else found
@@ -89,7 +88,9 @@ def verify_dump(
 
 
 def tell_if_changed(found: Diagnosed, dump: Dump, settings: Settings) -> Diagnosed:
-    """Add to a replay that did not reproduce the failure what is known of changes to the code."""
+    """Add to a replay, if it did not reproduce the failure, what is known of changes to the code."""
+    if found.report.verdict != "not-reproduced":
+        return found
     verification = _conclude(found, Query(dump=dump, settings=settings))
     return replace(found, report=_add_outcome(found.report, verification))
 
@@ -106,12 +107,6 @@ def _add_outcome(report: Report, verification: Verification) -> Report:
         note = f"Written after the dump: {files}. If that was your fix, it works: {command}"
         return replace(report, notes=(*report.notes, note))
     return replace(report, notes=tuple(dict.fromkeys((*report.notes, *verification.reasons))))
-
-
-def _fails_by_running_statistics(report: Report) -> bool:
-    """Return True if nothing but buffers in the file is wrong, as after a failing forward in train mode."""
-    causes = [report.cause, *(diagnosis.cause for diagnosis in report.also)]
-    return report.verdict == "state" and all(cause and cause.code == "poisoned-buffers" for cause in causes)
 
 
 def _guessed_mode(query: Query) -> bool:
@@ -142,7 +137,12 @@ def _conclude(found: Diagnosed, query: Query) -> Verification:
         modes = (attempt.training for attempt in report.reproduction.attempts)
         blank = replace(blank, run=mode_text(step.randomness.seed, *modes))
     measured = blank if query.proved else _measure(blank, step, query, found)
-    measured = replace(measured, notes=tuple(_notes(measured, found.report.dump, step)))
+    notes = [*describe_idle_state("healthy", report.dump, step.built)]
+    if step.loss is None:
+        notes.append("The gradients of your loss were not checked: pass --loss.")
+    if measured.code.changes and measured.output is not None:
+        notes.append("The reference is the current code in fp32.")
+    measured = replace(measured, notes=tuple(notes))
     if doubts := {} if query.proved else dict(_doubts(measured, found, query)):
         return _cannot_tell(measured, [*doubts], [*filter(None, doubts.values())])
     if failure is None:
@@ -254,15 +254,6 @@ def _draws_others(found: Diagnosed, query: Query) -> bool:
     return elsewhere or step.randomness.seed is not None or not step.randomness.states
 
 
-def _notes(measured: Verification, saved: DumpSummary, step: FailingStep) -> Iterator[str]:
-    """Yield what was not checked, and what was assumed."""
-    yield from describe_idle_state("healthy", saved, step.built)
-    if step.loss is None:
-        yield "The gradients of your loss were not checked: pass --loss."
-    if measured.code.changes and measured.output is not None:
-        yield "The reference is the current code in fp32."
-
-
 _MAX_FILES = 500
 
 Changed = bool | Sequence[Path]
@@ -285,7 +276,11 @@ def find_changes(query: Query, step: FailingStep) -> CodeState:
         raise NanDoctorError(f"The step runs no file {others[0]}.", remedy=f"Name one that it runs: {files}.")
     by_user = tuple(CodeChange(file=relative_path(path.resolve()), known_by="user") for path in told)
     found = _compare_hashes(dump.recorded, of_model)
-    found = found or _compare_times(dump.path, sorted(of_model | (helpers - _named_by_user(settings)))[:_MAX_FILES])
+    if found is None:
+        functions = (settings.call, settings.loss)  # they may have been written for the replay
+        places = [item.rpartition(":")[0] if isinstance(item, str) else _file_of(item) for item in functions]
+        helpers -= {(settings.directory / place).resolve() for place in places if place}
+        found = _compare_times(dump.path, sorted(of_model | helpers)[:_MAX_FILES])
     changes = (*by_user, *(change for change in found.changes if change.file not in {one.file for one in by_user}))
     by_word = ("the code, as you say",) if changed is True else ()
     autocast, differing = dump.recorded.autocast, []
@@ -300,13 +295,6 @@ def _files_of(model: nn.Module) -> set[Path]:
     classes = {base for module in model.modules() for base in type(module).__mro__ if base is not nn.Module}
     names = {_file_of(member) for kind in classes for member in vars(kind).values()} - {None}
     return {path.resolve() for path in map(Path, map(str, names)) if path.is_file() and not is_installed(path)}
-
-
-def _named_by_user(settings: Settings) -> set[Path]:
-    """Return the files of `--call` and `--loss`: they may have been written for the replay."""
-    named = (settings.call, settings.loss)
-    places = [item.rpartition(":")[0] if isinstance(item, str) else _file_of(item) for item in named]
-    return {(settings.directory / place).resolve() for place in places if place}
 
 
 def _file_of(item: Callable[..., Any] | Any) -> str | None:

@@ -28,8 +28,8 @@ def dump_of(model, *, layout="plain", scalars=None, **arrays):
 def replay(model, settings=None, *, fixes=False, **arrays):
     """The report on a dump of this model with these arrays, an image of ones unless given."""
     arrays = arrays or {"image": IMAGE, "logit": NONFINITE}
-    settings = dataclasses.replace(settings or Settings(), fixes=fixes)
-    return add_fixes(replay_dump(dump_of(model, **arrays), model, settings), settings)
+    settings = dataclasses.replace(settings or Settings(), model=model, fixes=fixes)
+    return add_fixes(replay_dump(dump_of(model, **arrays), settings), settings)
 
 
 def test_a_nan_that_does_not_come_back_says_what_may_be_missing():
@@ -81,7 +81,7 @@ def test_other_random_numbers_are_told(saved, versions, said):
     logit[0] = NAN
     dump = dump_of(model, image=image, logit=logit)
     dump = dataclasses.replace(dump, rng_states=saved, recorded=Recorded(versions=versions))
-    report = replay_dump(dump, model, Settings(mode="train", seed=1, fixes=False)).report
+    report = replay_dump(dump, Settings(model=model, mode="train", seed=1, fixes=False)).report
     assert report.reproduction.grade == "same-mask"
     assert any(said in note for note in report.notes)
     versions_noted = f"Recorded with torch 2.4.1 and replayed with {torch.__version__}."
@@ -137,20 +137,20 @@ def test_the_saved_output_decides_which_array_goes_in(saved, other, decides):
 def test_buffers_alone_are_told_from_weights():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model[1].running_var.fill_(float("inf"))
-    report = replay_dump(dump_of(model, layout="weights-only"), None, Settings()).report
+    report = replay_dump(dump_of(model, layout="weights-only"), Settings()).report
     assert (report.origin.place.module, report.cause.code) == ("1", "poisoned-buffers")
 
 
 def test_sound_weights_alone_are_nothing_to_replay():
     with pytest.raises(DumpError, match="nothing to replay") as caught:
-        replay_dump(dump_of(nn.Linear(2, 2), layout="weights-only"), None, Settings())
+        replay_dump(dump_of(nn.Linear(2, 2), layout="weights-only"), Settings())
     assert "--call" in caught.value.remedy
 
 
 def test_weights_alone_are_replayed_by_a_call_with_its_own_batch():
     model = Overflowing()
-    settings = Settings(call=lambda model, batch: model(IMAGE))
-    assert replay_dump(dump_of(model, layout="weights-only"), model, settings).report.verdict == "precision"
+    settings = Settings(model=model, call=lambda model, batch: model(IMAGE))
+    assert replay_dump(dump_of(model, layout="weights-only"), settings).report.verdict == "precision"
 
 
 def test_a_model_that_checks_for_nan_is_replayed_up_to_there():
@@ -180,7 +180,7 @@ LOOKED_INSIDE = ["replay under autocast", "replay in fp32", "closer look under a
 def test_a_dump_is_run_no_more_often_than_it_takes(make, arrays, stages):
     model, told = make(), []
     dump = dump_of(model, image=IMAGE, **arrays)
-    replay_dump(dump, model, Settings(mode="train"), progress=lambda stage, *_: told.append(stage))
+    replay_dump(dump, Settings(model=model, mode="train"), progress=lambda stage, *_: told.append(stage))
     assert list(dict.fromkeys(stage for stage in told if not stage.startswith("samples"))) == stages
 
 

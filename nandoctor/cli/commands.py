@@ -51,7 +51,12 @@ def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, **
     Exit: 0 analysed, 1 an error, 2 wrong usage, 3 the NaN did not come back or not all was seen, 130 interrupted.
     """
     if check:
-        sys.exit(_check(dump, outputs, options, as_json=as_json))
+        with exit_code_answers():
+            verification, report = call("check", dump, options)
+            _write_all(report, outputs, as_json=as_json)
+        if verification.exit_code == EXIT_CANNOT_TELL:
+            tell(f"nandoctor: cannot tell: {verification.headline}")
+        sys.exit(verification.exit_code)
     from nandoctor.views.progress import ReplayDisplay
     from nandoctor.views.report import report_document
 
@@ -66,16 +71,6 @@ def replay(dump: Path, outputs: tuple[Path, ...], as_json: bool, check: bool, **
         click.echo("nandoctor: interrupted; the report has what was found until then", err=True)
         sys.exit(EXIT_INTERRUPTED)
     sys.exit(EXIT_NOT_REPRODUCED if report.verdict in ("not-reproduced", "cannot-tell") else 0)
-
-
-def _check(dump: Path, outputs: tuple[Path, ...], options: dict[str, Any], *, as_json: bool) -> int:
-    """Return the exit code for `git bisect run`; any failure means that this commit cannot be judged."""
-    with exit_code_answers():
-        verification, report = call("check", dump, options)
-        _write_all(report, outputs, as_json=as_json)
-    if verification.exit_code == EXIT_CANNOT_TELL:
-        tell(f"nandoctor: cannot tell: {verification.headline}")
-    return int(verification.exit_code)
 
 
 @click.command(

@@ -7,7 +7,7 @@ import io
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import click
@@ -47,18 +47,13 @@ def remedy_for(error: NanDoctorError) -> str:
     if not error.options or context is None:
         return error.remedy
     replaced = {*error.options[::2], *(["--model-arg"] if "--model" in error.options else ())}  # of the other model
-    command = shlex.join(["nandoctor", *_without(context.meta[TYPED], replaced), *error.options])
-    return f"{error.advice}\n  {command}"
-
-
-def _without(typed: Sequence[str], flags: Set[str]) -> Iterator[str]:
-    """Yield the words of a command without these options and their values."""
-    words = iter(typed)
-    for word in words:
-        if word in flags:
-            next(words, None)
-        elif word.partition("=")[0] not in flags:
-            yield word
+    typed, words = iter(context.meta[TYPED]), ["nandoctor"]
+    for word in typed:
+        if word in replaced:
+            next(typed, None)  # its value
+        elif word.partition("=")[0] not in replaced:
+            words.append(word)
+    return f"{error.advice}\n  {shlex.join([*words, *error.options])}"
 
 
 @contextmanager

@@ -182,7 +182,27 @@ def write_patch(files: Sequence[ChangedFile], undo: ExitStack, *, allow_installe
         NanDoctorError: a file is missing, has changed since or is not text, or it belongs to an installed package and
             `allow_installed` is not set; or it cannot be written.
     """
-    planned = [_plan_file(file, allow_installed) for file in files]
+    planned = []
+    for file in files:
+        path = Path(file.path).resolve()
+        if not allow_installed and not PACKAGE_FOLDERS.isdisjoint(path.parts):
+            raise NanDoctorError(
+                f"{path} belongs to an installed package.",
+                remedy="Take a fix of your own code with --pick N, send the patch to the package's authors, or add "
+                "--allow-installed.",
+            )
+        try:
+            before = path.read_bytes()
+            text, encoding = decode_source(before)
+        except (OSError, SyntaxError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise NanDoctorError(f"{path} cannot be read: {reason}.", remedy="Apply the patch by hand.") from error
+        if text != file.before:
+            raise NanDoctorError(
+                f"{path} is not as it was when the fix was found.",
+                remedy="Run nandoctor fix again: it reads the file anew.",
+            )
+        planned.append((path, before, file.after.encode(encoding)))
     for path, before, after in planned:
         undo.callback(_restore, path, before, after)
         _write_source(after, path)
@@ -199,26 +219,3 @@ def _write_source(source: bytes, path: Path) -> None:
     write_bytes(source, path)
     with suppress(OSError, NotImplementedError):
         Path(cache_from_source(path)).unlink()
-
-
-def _plan_file(file: ChangedFile, allow_installed: bool) -> tuple[Path, bytes, bytes]:
-    """Return the file's path, and its bytes before and after the change."""
-    path = Path(file.path).resolve()
-    if not allow_installed and not PACKAGE_FOLDERS.isdisjoint(path.parts):
-        raise NanDoctorError(
-            f"{path} belongs to an installed package.",
-            remedy="Take a fix of your own code with --pick N, send the patch to the package's authors, or add "
-            "--allow-installed.",
-        )
-    try:
-        before = path.read_bytes()
-        text, encoding = decode_source(before)
-    except (OSError, SyntaxError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise NanDoctorError(f"{path} cannot be read: {reason}.", remedy="Apply the patch by hand.") from error
-    if text != file.before:
-        raise NanDoctorError(
-            f"{path} is not as it was when the fix was found.",
-            remedy="Run nandoctor fix again: it reads the file anew.",
-        )
-    return path, before, file.after.encode(encoding)

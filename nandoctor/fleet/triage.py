@@ -86,11 +86,13 @@ def find_dumps(patterns: _Patterns) -> list[Path]:
     found: dict[str, Path] = {}
     for given in [patterns] if isinstance(patterns, str | os.PathLike) else patterns:
         pattern = os.fspath(given)
-        path = Path(pattern)
-        named = [path]
-        if not path.exists():  # an existing name may have brackets
+        named = [Path(pattern)]
+        if not named[0].exists():  # an existing name may have brackets
             named = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]  # noqa: PTH207  (or absolute)
-        files = [file for path in named for file in (_search(path) if path.is_dir() else [path])]
+        files = list[Path]()
+        for path in named:
+            inside = (it for it in path.rglob("*") if it.suffix in DUMP_ENDINGS and not it.is_dir())
+            files += sorted(inside) if path.is_dir() else [path]
         if not files:
             raise NanDoctorError(f"{pattern}: no dumps found there.", remedy="Name files, folders or patterns.")
         for file in files:
@@ -98,10 +100,6 @@ def find_dumps(patterns: _Patterns) -> list[Path]:
             if real not in found or (found[real].is_symlink() and not file.is_symlink()):
                 found[real] = file
     return list(found.values())
-
-
-def _search(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.rglob("*") if file.suffix in DUMP_ENDINGS and not file.is_dir())
 
 
 def triage(
@@ -132,8 +130,8 @@ def triage(
     run.store.open()
     try:
         with open_workers(executor=options.executor, jobs=options.jobs, scheduler=options.scheduler) as workers:
-            run.collect(workers, run.paths, run.results)
-            run.collect(workers, run.representatives(), run.with_fixes, fixes=True)
+            run.collect(workers, run.paths)
+            run.collect(workers, run.representatives(), fixes=True)
     except KeyboardInterrupt:
         raise InterruptedTriageError(run.finish()) from None
     return run.finish()
@@ -150,10 +148,9 @@ class _TriageRun:
         self.num_reused = 0
         self._started = time.perf_counter()
 
-    def collect(
-        self, workers: Workers, paths: Sequence[Path], results: dict[str, DumpResult], *, fixes: bool = False
-    ) -> None:
+    def collect(self, workers: Workers, paths: Sequence[Path], *, fixes: bool = False) -> None:
         """Add the result of each file: first those in the folder, then the others as they come from workers."""
+        results = self.with_fixes if fixes else self.results
         made = [self._make_job(path, fixes=fixes) for path in paths]
         known = (job for job in made if isinstance(job, DumpResult))
         with closing(workers([job for job in made if isinstance(job, Job)])) as answers:

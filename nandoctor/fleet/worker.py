@@ -25,12 +25,10 @@ from nandoctor.step.settings import Settings
 from nandoctor.text import brief
 
 if TYPE_CHECKING:
-    from nandoctor.dumps.dump import Dump
     from nandoctor.evidence.report import Report
-    from nandoctor.pipeline import Diagnosed
 
 _MAX_REASON = 600
-_RUN_NAMES = ("run", "run_id", "run_name", "experiment")
+_RUN_NAMES = ("run", "run_id", "run_name", "experiment")  # under which most scripts name theirs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,10 +87,15 @@ def _replay(job: Job) -> JobAnswer:
     except DumpError as error:
         return JobAnswer(result=_describe_error(job, error, "unreadable"))
     dump = take_weights(dump, job.settings)
-    found = replay_dump(dump, None, job.settings)
-    if found.report.verdict == "not-reproduced":
-        found = tell_if_changed(found, dump, job.settings)
+    found = tell_if_changed(replay_dump(dump, job.settings), dump, job.settings)
     report = add_fixes(found, job.settings)
+    scalars = dump.scalars_by_last_name
+    runs = (str(scalars[name]) for name in _RUN_NAMES if isinstance(scalars.get(name), str | int))
+    # The user's own files that the result depends on, so that a later run can tell whether it still holds.
+    sources = list[tuple[str, str]]()
+    for path in sorted(found.step.project.files(found.step.model)) if found.step is not None else ():
+        with contextlib.suppress(OSError):
+            sources.append((str(path), hash_of(path)))
     finding = DumpFinding(
         verdict=report.verdict,
         grade=report.reproduction.grade,
@@ -107,9 +110,9 @@ def _replay(job: Job) -> JobAnswer:
         key=job.key,
         outcome="analysed",
         finding=finding,
-        run=_run_of(dump),
+        run=brief(next(runs, "")),
         step=dump.step,
-        sources=tuple(_list_sources(found)),
+        sources=tuple(sources),
     )
     page = page_of(report_document(report, "page")) if job.settings.fixes else ""
     return JobAnswer(result=result, report=to_json(report), page=page)
@@ -123,22 +126,6 @@ def _describe_place(report: Report) -> CodePlace:
     place = CodePlace(module=origin.place.module, type=origin.place.type, op=origin.op or "")
     source = origin.source
     return place if source is None else replace(place, file=source.file, line=source.line, text=source.text)
-
-
-def _run_of(dump: Dump) -> str:
-    """Return the run that the file names, under one of the names that most scripts use; "" if it names none."""
-    scalars = dump.scalars_by_last_name
-    found = (str(scalars[name]) for name in _RUN_NAMES if isinstance(scalars.get(name), (str, int)))
-    return brief(next(found, ""))
-
-
-def _list_sources(found: Diagnosed) -> Iterator[tuple[str, str]]:
-    """Yield the user's own files that the result depends on, so that a later run can tell whether it still holds."""
-    if found.step is None:
-        return
-    for path in sorted(found.step.project.files(found.step.model)):
-        with contextlib.suppress(OSError):
-            yield str(path), hash_of(path)
 
 
 def _describe_error(job: Job, error: BaseException, outcome: FileOutcome = "failed") -> DumpResult:

@@ -73,14 +73,11 @@ def _content(value: Any) -> dict[str, Any]:
     if kind in _TEXTS:
         return {"args": [str(value)]}
     is_code = callable(value) or isinstance(value, (torch.Tensor, nn.Module))
-    if is_code or not (kind in _NAMESPACES or (is_dataclass(value) and _has_only_attributes(kind))):
+    # What a class creates or cleans up itself is more than the attributes of the object.
+    is_managed = any({"__new__", "__del__"} & vars(base).keys() for base in kind.__mro__ if base is not object)
+    if is_code or not (kind in _NAMESPACES or (is_dataclass(value) and not is_managed)):
         raise NotDescribableError
     return {"fields": attributes(value)}
-
-
-def _has_only_attributes(kind: type[Any]) -> bool:
-    """Return True if an object is its attributes alone, with nothing that its class has to create or clean up."""
-    return not any({"__new__", "__del__"} & vars(base).keys() for base in kind.__mro__ if base is not object)
 
 
 def make_argument(tree: Any, find: Callable[[Source], Any]) -> Any:
@@ -134,11 +131,10 @@ def _only_values(config: Any) -> Any:
         return [_only_values(item) for item in config]
     if not isinstance(config, Mapping):
         return config
-    kept = {key: _only_values(value) for key, value in config.items() if _is_value(str(key), value)}
+    public = {key: value for key, value in config.items() if not str(key).startswith("_") and key not in _CODE_OPTIONS}
+    kept = {
+        key: _only_values(value)
+        for key, value in public.items()
+        if "implementation" not in str(key) or (isinstance(value, str) and value in _ATTENTION)
+    }
     return {**kept, "use_pretrained_backbone": False} if "use_pretrained_backbone" in kept else kept
-
-
-def _is_value(name: str, value: Any) -> bool:
-    if "implementation" in name:
-        return isinstance(value, str) and value in _ATTENTION and not name.startswith("_")
-    return not name.startswith("_") and name not in _CODE_OPTIONS

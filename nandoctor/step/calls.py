@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -17,7 +17,6 @@ from torch import nn
 from nandoctor.dumps.classify import role_of
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.packing import fill, with_attributes
-from nandoctor.dumps.recorded_format import Call, Recorded
 from nandoctor.engine.call import restore_generators, this_run
 from nandoctor.engine.user_code import NOT_UNDER_AUTOCAST, WRONG_CALL, kept_running, raised_at
 from nandoctor.errors import LossError, ModelError
@@ -39,9 +38,6 @@ from nandoctor.trees import walk
 
 Tensors = Mapping[str, torch.Tensor]
 
-_MakeBatch = Callable[[Mapping[str, torch.Tensor]], Any]
-"""Builds the loop's batch from arrays by name."""
-
 
 def bind_calls(dump: Dump, device: torch.device) -> Binding:
     """Bind the training's calls to their recorded arguments; several calls give the list of their outputs.
@@ -61,9 +57,17 @@ def bind_calls(dump: Dump, device: torch.device) -> Binding:
         )
 
     def forward(model: nn.Module, tensors: Mapping[str, Any]) -> Any:
-        with _watching(model, recorded) as inside:
-            entry = _entry_point(model, recorded.method, trainer)
-            returned = [_call(entry, call, tensors, device) for call in recorded.calls]
+        inside: dict[str, Any] = {}
+        with ExitStack() as hooks:
+            for name in recorded.watched:
+                module = model.get_submodule(name)
+                hook = module.register_forward_hook(lambda _, __, output, name=name: inside.update({name: output}))
+                hooks.enter_context(hook)
+            entry, returned = _entry_point(model, recorded.method, trainer), []
+            for call in recorded.calls:
+                if call.rng is not None and this_run.from_saved_states:
+                    restore_generators(call.rng.torch_states, call.rng, device)
+                returned.append(entry(*fill(call.args, tensors, device), **fill(call.kwargs, tensors, device)))
         output = returned[0] if len(returned) == 1 else returned
         if not recorded.method:
             return output
@@ -76,12 +80,6 @@ def bind_calls(dump: Dump, device: torch.device) -> Binding:
     shown = ", ".join(map(brief, given))
     times = f", {len(recorded.calls)} calls" if len(recorded.calls) > 1 else ""
     return Binding(description=f"{what}({shown}){times}", arrays=names, forward=forward)
-
-
-def _call(entry: Callable[..., Any], call: Call, tensors: Tensors, device: torch.device) -> Any:
-    if call.rng is not None and this_run.from_saved_states:
-        restore_generators(call.rng.torch_states, call.rng, device)
-    return entry(*fill(call.args, tensors, device), **fill(call.kwargs, tensors, device))
 
 
 def own_loss(place: str) -> Callable[[Any, Any], torch.Tensor]:
@@ -106,13 +104,12 @@ class Trainer(SimpleNamespace):
     global_rank, local_rank, world_size = 0, 0, 1
 
 
-def _entry_point(model: nn.Module, method: str, trainer: Trainer) -> Callable[..., Any]:
+def _entry_point(model: Any, method: str, trainer: Trainer) -> Any:
     """Return what calls the model; a recorded method is called in place of forward, so that hooks see it."""
     if not method:
         return model
 
     # A LightningModule may ask for its optimizers, to log a learning rate or to call them itself, and for its Trainer.
-    held: Any = model
     is_lightnings = hasattr(model, "manual_backward")
 
     def once(*args: Any, **kwargs: Any) -> Any:
@@ -124,29 +121,17 @@ def _entry_point(model: nn.Module, method: str, trainer: Trainer) -> Callable[..
         model.forward = once
         try:
             if is_lightnings:
-                held.trainer = trainer
+                model.trainer = trainer
             return model(*args, **kwargs)
         finally:
             vars(model).pop("forward", None)
             if is_lightnings:
-                held.trainer = None
+                model.trainer = None
 
     return call
 
 
-@contextmanager
-def _watching(model: nn.Module, recorded: Recorded) -> Iterator[dict[str, Any]]:
-    """Yield a dict that collects the outputs of the watched modules."""
-    inside: dict[str, Any] = {}
-    with ExitStack() as stack:
-        for name in recorded.watched:
-            module = model.get_submodule(name)
-            hook = module.register_forward_hook(lambda _, __, output, name=name: inside.update({name: output}))
-            stack.callback(hook.remove)
-        yield inside
-
-
-def call_up_to_backward(model: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def call_up_to_backward(model: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return the loss of the method's first `manual_backward` call, or the method's result if it makes none.
 
     Calls to its Trainer before that (optimizers, schedulers, toggling, logging) do nothing: no update precedes the
@@ -156,16 +141,20 @@ def call_up_to_backward(model: nn.Module, method: Callable[..., Any], *args: Any
     idle.step.side_effect = lambda closure=None, **_: closure() if closure is not None else None
 
     def optimizers(*_: Any, **__: Any) -> Any:
-        count = _count_optimizers(model)
-        return idle if count == 1 else [idle] * count
+        made: Any = None
+        with suppress(Exception):  # it may need a Trainer; then there most likely is one
+            made = model.configure_optimizers()
+        if isinstance(made, list | tuple):
+            made = made[0] if made and isinstance(made[0], list | tuple) else made  # else with schedulers
+            return idle if len(made) == 1 else [idle] * len(made)
+        return idle
 
-    stand_ins: dict[str, Any] = {
-        "manual_backward": _stop,
-        "optimizers": optimizers,
-        **dict.fromkeys(("lr_schedulers", "toggle_optimizer", "untoggle_optimizer", "toggled_optimizer"), idle),
-        **dict.fromkeys(("clip_gradients", "log", "log_dict"), idle),
-    }
-    with patch.multiple(model, create=True, **stand_ins):
+    def stop(loss: Any, *_: Any, **__: Any) -> None:
+        raise _BackwardReached(loss)
+
+    ignored = ("lr_schedulers", "toggle_optimizer", "untoggle_optimizer", "toggled_optimizer")
+    stand_ins = dict.fromkeys((*ignored, "clip_gradients", "log", "log_dict"), idle)
+    with patch.multiple(model, create=True, manual_backward=stop, optimizers=optimizers, **stand_ins):
         try:
             return method(*args, **kwargs)
         except _BackwardReached as reached:
@@ -176,27 +165,13 @@ class _BackwardReached(BaseException):
     """Its argument is the loss; the training's `except Exception` must not catch it."""
 
 
-def _stop(loss: Any, *_: Any, **__: Any) -> None:
-    raise _BackwardReached(loss)
-
-
-def _count_optimizers(model: Any) -> int:
-    """Return how many optimizers `self.optimizers()` gives; 1 if that cannot be known without a Trainer."""
-    made: Any = None
-    with suppress(Exception):
-        made = model.configure_optimizers()
-    if isinstance(made, (list, tuple)):
-        return len(made[0]) if made and isinstance(made[0], (list, tuple)) else len(made)
-    return 1
-
-
 def bind_loss(
-    loss: Callable[..., Any] | None, dump: Dump, make: _MakeBatch, used: Collection[str] = ()
+    loss: Callable[..., Any] | None, dump: Dump, make: Callable[[Tensors], Any], used: Collection[str] = ()
 ) -> Callable[..., Any] | None:
     """Return the loss as a function of output and arrays by name; without one, that which the model itself returns.
 
-    A recorder's loss takes the batch. Any other may take parts of it by their names instead: of the ways to call it,
-    the likelier is tried first. `used` are the arrays that the model takes.
+    A recorder's loss takes the batch, which `make` builds of the arrays. Any other may take parts of it by their names
+    instead: of the ways to call it, the likelier is tried first. `used` are the arrays that the model takes.
     """
     if loss is None:
         field = dump.recorded.loss_field
@@ -233,7 +208,7 @@ def _find_ways(loss: Callable[..., Any], output: Any, batch: Any, used: Collecti
     if isinstance(batch, Mapping):
         keys = [signature.mappings[p.name] for p in others if p.name in signature.mappings]
         whole = partial(_call_with_all, loss, output, _part_with(keys[0], batch)) if keys else whole
-        given = _bind_parts(signature, output, batch, () if keys else used) or {}
+        given = _bind_parts(signature, output, batch, () if keys else used)
         parts = [partial(loss, **given)] if len(given) > is_open else []  # *args may be meant for the batch
         is_pair = isinstance(output, tuple) and len(output) == len(signature.required({})) > 1
         of_output = [partial(loss, *output)] if is_pair else []
@@ -285,10 +260,8 @@ def _part_with(keys: Collection[str], batch: Mapping[Any, Any]) -> Mapping[Any, 
     return next((part for part in (batch, *inner, joined) if part.keys() >= set(keys)), batch)
 
 
-def _bind_parts(
-    signature: Signature, output: Any, batch: Mapping[Any, Any], used: Collection[str]
-) -> dict[str, Any] | None:
-    """Return the arguments of a loss that takes parts of the batch, by the names of its parameters; None if unclear.
+def _bind_parts(signature: Signature, output: Any, batch: Mapping[Any, Any], used: Collection[str]) -> dict[str, Any]:
+    """Return the arguments of a loss that takes parts of the batch, by the names of its parameters; none if unclear.
 
     An array that the model did not use may be its target, whatever its name.
     """
@@ -301,42 +274,42 @@ def _bind_parts(
     if len(required) == 1 and not bound and used:
         unused = [name for name in arrays if name not in used and values[name].dim() and role_of(name) != "output"]
         bound = the_only_array(others, Offer(values=values, arrays=unused), bound)
-    if all(p.name in bound for p in required) and signature.named:
-        return {signature.named[0].name: output, **{name: values[str(source)] for name, source in bound.items()}}
+    if of_output and all(p.name in bound for p in required):
+        return {of_output: output, **{name: values[str(source)] for name, source in bound.items()}}
     return _spread(signature, output, offer)
 
 
-def _spread(signature: Signature, output: Any, offer: Offer) -> dict[str, Any] | None:
+def _spread(signature: Signature, output: Any, offer: Offer) -> dict[str, Any]:
     """Return the arguments of a loss that takes the model's several outputs, by their names or else in their order.
 
-    `loss(recon_x, x, mu, logvar)` of a batch with an x takes three outputs; None if not as many are left.
+    `loss(recon_x, x, mu, logvar)` of a batch with an x takes three outputs; none are given if not as many are left.
     """
     bound = bind(signature, offer, LOSS_OF_SEVERAL)
     left = [p.name for p in signature.required(bound)]
     given = {name: offer.values[str(source)] for name, source in bound.items()}
     output = output._asdict() if hasattr(output, "_asdict") else output  # a namedtuple
     if isinstance(output, Mapping):
-        return {**given, **{name: output[name] for name in left}} if left and output.keys() >= set(left) else None
+        return {**given, **{name: output[name] for name in left}} if left and output.keys() >= set(left) else {}
     # A loss of two may take the output as it is, and a target whose name is not known.
     is_several = isinstance(output, tuple | list) and len(output) == len(left) > 1 and len(signature.named) > 2
-    return {**given, **dict(zip(left, output, strict=True))} if is_several else None
+    return {**given, **dict(zip(left, output, strict=True))} if is_several else {}
 
 
-def _loss_in(made: Any) -> Any:
-    """Return the loss of what a function returns: the first of a tuple, as beside logs, or the "loss" of a dict."""
-    if isinstance(made, tuple | list) and made:
-        return made[0]
-    return made.get("loss", made) if isinstance(made, Mapping) else made
+def _checked(loss: Callable[..., Any], make: Callable[[Tensors], Any], returned: str) -> Callable[..., Any]:
+    """Wrap the loss so that any error in it is a `LossError`: the training may have called it with other arguments.
 
+    Of what it returns, the loss is the first of a tuple, as beside logs, or the "loss" of a dict.
+    """
 
-def _checked(loss: Callable[..., Any], make: _MakeBatch, returned: str) -> Callable[..., Any]:
-    """Wrap the loss so that any error in it is a `LossError`: the training may have called it with other arguments."""
-
-    def compute(output: Any, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def compute(output: Any, tensors: Tensors) -> torch.Tensor:
         batch = make(tensors)
         try:
             with kept_running():
-                value = _loss_in(loss(output, batch))
+                value = loss(output, batch)
+                if isinstance(value, tuple | list) and value:
+                    value = value[0]
+                elif isinstance(value, Mapping):
+                    value = value.get("loss", value)
         except Exception as error:
             if NOT_UNDER_AUTOCAST in str(error) or is_out_of_memory(error):
                 raise

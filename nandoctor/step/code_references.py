@@ -9,7 +9,6 @@ rules. The source is checked for the definition before anything is imported.
 from __future__ import annotations
 
 import functools
-import inspect
 import shlex
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -23,7 +22,7 @@ from torch import nn
 
 from nandoctor.dumps.classify import is_extra_state
 from nandoctor.dumps.dump import Dump
-from nandoctor.dumps.recorded_format import Recorded, Reference, approving_command, code_rows, is_transformers_config
+from nandoctor.dumps.recorded_format import Reference, approving_command, code_rows, is_transformers_config
 from nandoctor.dumps.signature import Provenance
 from nandoctor.dumps.trees import is_plain_data
 from nandoctor.errors import ModelError, UnapprovedCodeError
@@ -34,16 +33,14 @@ from nandoctor.step.settings import Settings
 from nandoctor.text import brief, plural, relative_path
 
 
-def find_model(
-    reference: Reference | None, dump: Path, provenance: Provenance, loss: Reference | None = None
-) -> Callable[[], nn.Module]:
+def find_model(dump: Dump) -> Callable[[], nn.Module]:
     """Return the builder of the model that the user's own dump names, from the working directory or a package.
 
-    An error shows the command that names it, and the dump's `loss` beside it.
-
     Raises:
-        ModelError: the dump names no model, the code is not found, or only the user may approve running it.
+        ModelError: the dump names no model, the code is not found, or only the user may approve running it; then the
+            message shows the command that names it.
     """
+    reference = dump.recorded.model
     if reference is None or not reference.name:
         raise ModelError(
             "The dump does not say which class the model is of.",
@@ -51,28 +48,26 @@ def find_model(
             options=("--model", "path/to/file.py:attr"),
         )
     if not is_plain_data(reference.arguments):
-        raise _needs_approval(reference, dump, "its arguments are not plain data", loss)
-    found = _import_source(reference, dump, provenance, loss)
+        raise _needs_approval(reference, dump, "its arguments are not plain data")
+    found = _import_source(reference, dump)
     if isinstance(found, type) and not issubclass(found, nn.Module):
-        raise _needs_approval(reference, dump, "it is not a Module class", loss)
+        raise _needs_approval(reference, dump, "it is not a Module class")
 
     @functools.wraps(found)
     def build(**more: Any) -> nn.Module:
-        given = _make_arguments(reference.arguments, dump, provenance)
-        made: nn.Module = found(**{**given, **more})
+        made: nn.Module = found(**{**_make_arguments(reference.arguments, dump), **more})
         return made
 
     build.__qualname__ = brief(reference.spec)
     return build
 
 
-def _make_arguments(described: Mapping[str, Any], dump: Path, provenance: Provenance) -> dict[str, Any]:
+def _make_arguments(described: Mapping[str, Any], dump: Dump) -> dict[str, Any]:
     """Return the arguments with the objects among them, whose classes are found as the model's is."""
 
     def find(source: Source) -> Any:
-        module, name, file, sha256 = (str(source.get(field, "")) for field in ("module", "name", "file", "sha256"))
-        wanted = Reference(module=module, name=name, file=file, sha256=sha256)
-        return find_standard(source) or _import_source(wanted, dump, provenance)
+        named: dict[str, Any] = {name: str(source.get(name, "")) for name in ("module", "name", "file", "sha256")}
+        return find_standard(source) or _import_source(Reference(**named), dump)
 
     return {name: make_argument(value, find) for name, value in described.items()}
 
@@ -91,40 +86,40 @@ def fill_config(source: ModelSource, reference: Reference | None, directory: Pat
     return lambda: found(make_config(kind, described["config"], str(described.get("attention"))))
 
 
-def find_loss(
-    reference: Reference | None, provenance: Provenance, named: Iterable[Any], directory: Path
-) -> tuple[Callable[..., Any] | None, list[str]]:
+def find_loss(dump: Dump, files: Iterable[Path]) -> tuple[Callable[..., Any] | None, list[str]]:
     """Return the loss that the user's own dump names, found as the model is, and notes.
 
-    Without a loss, return None and a note that says what to type. A source edited since the training gets a note too.
+    Without a loss, return None and a note that says what to type, in which one of the `files` that the user named may
+    be the loss's. A source edited since the training gets a note too.
     """
+    reference = dump.recorded.loss_function
     if reference is None:
         return None, []
-    command = f"to replay the backward pass, {_name_of_loss(reference, _file_named(reference, named, directory))}"
-    if why := _why_not_imported(reference, provenance):
+    command = f"to replay the backward pass, {_how_to_pass(reference, _file_named(reference, files))}"
+    found, why = _import(reference, dump.provenance)
+    if why:
         return None, [f"The loss that the file names was not run: {why}; {command}."]
-    found = _import(reference)
     if isinstance(found, type) and not issubclass(found, nn.Module):
         return None, [f"{brief(reference.spec)} is not a function; {command}."]
     return build_loss(found), describe_code_change(reference)
 
 
-def find_optimizer(
-    reference: Reference | None, dump: Dump, named: Iterable[Any], directory: Path
-) -> type[torch.optim.Optimizer] | None:
+def find_optimizer(dump: Dump, files: Iterable[Path]) -> type[torch.optim.Optimizer] | None:
     """Return the class of the optimizer that spoiled the weights, if its code may be run; else None.
 
-    It may be if it is torch's, if it stands in a file that the user named in a SPEC, or if the dump is the user's own.
+    It may be if it is torch's, if it stands in one of the `files` that the user named, or if the dump is the user's
+    own.
     """
+    reference = dump.recorded.updater
     if reference is None:
         return None
     found = getattr(torch.optim, reference.name, None) if reference.module.startswith("torch.optim.") else None
-    file = _file_named(reference, named, directory)
+    file = _file_named(reference, files)
     with suppress(ModelError):
         if file and hash_of(Path(file)) == reference.sha256:
             found = find_attribute(f"{file}:{reference.name}")
         elif found is None and dump.provenance.own:
-            found = _import_source(reference, dump.path, dump.provenance)
+            found = _import_source(reference, dump)
     return found if isinstance(found, type) and issubclass(found, torch.optim.Optimizer) else None
 
 
@@ -133,17 +128,16 @@ def fill_optimizer(dump: Dump) -> Dump:
     updater = dump.recorded.updater
     if updater is None or not dump.provenance.own:
         return dump
-    make = functools.partial(_make_arguments, dump=dump.path, provenance=dump.provenance)
+    make = functools.partial(_make_arguments, dump=dump)
     with suppress(Exception):  # the user's code may have changed; the update then raises
         updater = replace(updater, arguments=make(updater.arguments), groups=tuple(map(make, updater.groups)))
     return replace(dump, recorded=replace(dump.recorded, updater=updater))
 
 
-def _file_named(reference: Reference, named: Iterable[Any], directory: Path) -> str:
-    """Return the reference's file as one of the user's SPECs names it, wherever it is now; "" if none does."""
+def _file_named(reference: Reference, files: Iterable[Path]) -> str:
+    """Return the reference's file among those that the user named, wherever it is now; "" if it is none of them."""
     parts = Path(reference.file).parts
     is_typed = not parts and reference.module == "__main__"  # into a notebook; since then saved to some file
-    files = [(directory / spec.rpartition(":")[0]).resolve() for spec in named if isinstance(spec, str)]
     found = (file for file in files if parts and file.parts[-len(parts) :] == parts)
     typed = (file for file in files if is_typed and defines_code(file, reference.name, own=True, assigned=True))
     return next(map(relative_path, chain(found, typed)), "")
@@ -166,8 +160,8 @@ def build_loss(found: Any) -> Any:
         ) from error
 
 
-def _name_of_loss(reference: Reference, file: str) -> str:
-    """Return the instruction that tells the user how to pass the loss, which is in that file, if it is not ""."""
+def _how_to_pass(reference: Reference, file: str) -> str:
+    """Return what the user does to pass the loss, which is in that file, if it is not ""."""
     source = Path(file) if file else reference.source
     if reference.can_be_named and (source is None or defines_code(source, reference.name, own=True, assigned=True)):
         spec = f"{file}:{reference.name}" if file else reference.spec.replace("__main__:", "FILE.py:")
@@ -185,49 +179,45 @@ def describe_code_change(reference: Reference | None) -> list[str]:
     return [] if is_same else [f"{brief(reference.file or reference.module)} has changed since the training."]
 
 
-def _import_source(reference: Reference, dump: Path, provenance: Provenance, loss: Reference | None = None) -> Any:
+def _import_source(reference: Reference, dump: Dump) -> Any:
     """Import the referenced class or, from the project's own files, the top-level function that built the model."""
-    if why := _why_not_imported(reference, provenance):
-        raise _needs_approval(reference, dump, why, loss, own=provenance.own)
-    return _import(reference)
+    found, why = _import(reference, dump.provenance)
+    if why:
+        raise _needs_approval(reference, dump, why)
+    return found
 
 
-def _why_not_imported(reference: Reference, provenance: Provenance) -> str:
-    """Return why the code is not imported for this dump; "" if it is. Nothing is imported to find out."""
+def _import(reference: Reference, provenance: Provenance) -> tuple[Any, str]:
+    """Return the class or function, and why it is not imported for this dump, "" if it is.
+
+    Nothing is imported to find out.
+    """
     if not provenance.own:
-        return provenance.detail
+        return None, provenance.detail
     if not reference.file and reference.module == "__main__":
         typed = find_typed(reference.module, reference.name)
-        return "it was typed into a notebook or console, where nandoctor.replay(FILE) finds it" if typed is None else ""
+        elsewhere = "it was typed into a notebook or console, where nandoctor.replay(FILE) finds it"
+        return typed, elsewhere if typed is None else ""
     source = reference.source
     if source is None and reference.can_be_named:
         elsewhere = f"{brief(reference.file)} is not in the working directory"
-        return elsewhere if reference.file else "Python finds it in no installed package"
+        return None, elsewhere if reference.file else "Python finds it in no installed package"
     if source is None or not defines_code(source, reference.name, own=bool(reference.file)):
-        return "it is no class, nor a function at the top level of your own files"
-    return "" if provenance.here or not reference.file else "this is not the folder that the dump was recorded in"
+        return None, "it is no class, nor a function at the top level of your own files"
+    if reference.file and not provenance.here:
+        return None, "this is not the folder that the dump was recorded in"
+    spec, directory = (f"{source}:{reference.name}", Path()) if reference.file else (reference.spec, None)
+    return find_attribute(spec, directory=directory), ""
 
 
-def _import(reference: Reference) -> Any:
-    """Return the class or function, which `_why_not_imported` has found."""
-    if not reference.file and reference.module == "__main__":
-        return find_typed(reference.module, reference.name)
-    if reference.file:
-        return find_attribute(f"{reference.source}:{reference.name}")
-    return find_attribute(reference.spec, directory=None)
-
-
-def _needs_approval(
-    reference: Reference, dump: Path, why: str, loss: Reference | None, *, own: bool = True
-) -> ModelError:
-    named = Recorded(model=reference, loss_function=loss)
+def _needs_approval(reference: Reference, dump: Dump, why: str) -> ModelError:
     return ModelError(
         f"The dump names {brief(reference.spec)} as its model, and nandoctor does not import that by itself: {why}.",
-        remedy="If you know that code, name it: " + approving_command(dump, named, own=own),
+        remedy="If you know that code, name it: " + approving_command(dump.path, dump.recorded, own=True),
     )
 
 
-def require_approval(dump: Dump, *, has_model: bool) -> None:
+def require_approval(dump: Dump, settings: Settings) -> None:
     """Check that the code that the dump names is the user's own, or that the user named the model.
 
     Without approval of its loss, a replay still runs, but without the loss.
@@ -235,28 +225,12 @@ def require_approval(dump: Dump, *, has_model: bool) -> None:
     Raises:
         UnapprovedCodeError: only the file names the model, and the file is not the user's own.
     """
-    if dump.is_recorded and not (has_model or dump.provenance.own):
+    if dump.is_recorded and settings.model is None and not dump.provenance.own:
         rows = [f"  {label:<11} {text}" for label, text in code_rows(dump.recorded)]
         why = f"it was not recorded by you: {dump.provenance.detail}"
         raise UnapprovedCodeError(
             f"This dump asks to run code, and {why}. Nothing was run.\n\n" + "\n".join(rows),
             remedy=f"  To run it   {approving_command(dump.path, dump.recorded)}",
-        )
-
-
-def check_method(model: nn.Module, dump: Dump, settings: Settings) -> None:
-    """Check that the model's class has the recorded method, `training_step`, if the replay is to call that.
-
-    Raises:
-        ModelError: it has none.
-    """
-    method = dump.recorded.method
-    if not method or settings.call is not None or settings.inputs:
-        return
-    if not inspect.isfunction(getattr(type(model), method, None)):
-        raise ModelError(
-            f"{type(model).__name__} defines no method {method!r}, which the dump holds calls of.",
-            remedy="Name the class that was trained: --model FILE.py:NAME.",
         )
 
 

@@ -15,7 +15,8 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -52,7 +53,6 @@ OTHER_ARGUMENTS = (
     "Give the arguments that the training used (--model-arg K=V), or --no-strict to load what fits and leave the rest "
     "as the model initialises it."
 )
-_OTHER_MODEL = "This is another model's state dict: check --model."
 ARGUMENTS_NEEDED = (
     "Give the arguments it needs with --model-arg K=V, once for each; V may be a Python literal, as in "
     """'cfg={"width": 16}', or an object, as in cfg=train.py:CFG. Relative paths start in the working directory."""
@@ -147,14 +147,25 @@ def load_state(model: nn.Module, state: _State, *, strict: bool = True, shared: 
         raise ModelError(
             f"The weights do not fit {type(model).__name__} ({num_fitting} of {len(own)} tensors do):\n"
             + "\n".join(problems),
-            remedy=OTHER_ARGUMENTS if own.keys() & state.keys() else _OTHER_MODEL,
+            remedy=OTHER_ARGUMENTS
+            if own.keys() & state.keys()
+            else "This is another model's state dict: check --model.",
         )
     loaded = {name: state[name] for name in own if name not in left_out}
     if shared:
         loaded = _share_weights(model, loaded)
         own.clear()  # it holds the initial weights, which nothing else uses any more
-    if loaded:
-        _copy_state(model, loaded)
+    try:
+        if loaded:
+            model.load_state_dict(loaded, strict=False)
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            raise explain_memory("load the weights", error) from error
+        reason = brief(str(error).strip().splitlines()[-1].strip(), 300)
+        raise ModelError(
+            f"The weights cannot be copied into {type(model).__name__}: {reason}",
+            remedy="Save them in the formats that the model has: quantized and sparse weights are not converted.",
+        ) from error
     return [f"--no-strict: {problem}" for problem in problems]
 
 
@@ -217,57 +228,33 @@ def _can_share(parameter: nn.Parameter, tensor: torch.Tensor) -> bool:
     )
 
 
-def _copy_state(model: nn.Module, state: _State) -> None:
-    try:
-        model.load_state_dict(dict(state), strict=False)
-    except (RuntimeError, MemoryError) as error:
-        if is_out_of_memory(error):
-            raise explain_memory("load the weights", error) from error
-        reason = brief(str(error).strip().splitlines()[-1].strip(), 300)
-        raise ModelError(
-            f"The weights cannot be copied into {type(model).__name__}: {reason}",
-            remedy="Save them in the formats that the model has: quantized and sparse weights are not converted.",
-        ) from error
-
-
 def _copy(model: nn.Module, name: str) -> nn.Module:
-    try:
-        return copy.deepcopy(model)
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise explain_memory(f"copy {name}", error) from error
-        raise ModelError(
+    def explain(error: Exception) -> ModelError:
+        return ModelError(
             f"{name} cannot be copied ({type(error).__name__}: {error}), and the replay must not write to yours.",
             remedy="Pass a function that builds the model instead of the model itself.",
-        ) from error
+        )
+
+    with _explained(f"copy {name}", explain):
+        return copy.deepcopy(model)
 
 
 def _call_factory(factory: Callable[..., Any], arguments: Mapping[str, Any], name: str) -> nn.Module:
-    try:
-        with kept_running():
-            model = factory(**arguments)
-    except ModelError:
-        raise
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise explain_memory(f"build {name}", error) from error
-        raise ModelError(
-            f"{relative_path(name)}{_signature(factory)} raised {type(error).__name__}{raised_at(error)}: {error}",
-            remedy=ARGUMENTS_NEEDED,
-        ) from error
+    def explain(error: Exception) -> ModelError:
+        signature = "(...)"
+        with suppress(TypeError, ValueError):
+            signature = str(inspect.signature(factory))
+        raised = f"raised {type(error).__name__}{raised_at(error)}: {error}"
+        return ModelError(f"{relative_path(name)}{signature} {raised}", remedy=ARGUMENTS_NEEDED)
+
+    with _explained(f"build {name}", explain):
+        model = factory(**arguments)
     if not isinstance(model, nn.Module):
         raise ModelError(
             f"{name} returned a {type(model).__name__}, not a Module.",
             remedy="Point --model at a function that returns the network itself.",
         )
     return model
-
-
-def _signature(factory: Callable[..., Any]) -> str:
-    try:
-        return str(inspect.signature(factory))
-    except (TypeError, ValueError):
-        return "(...)"
 
 
 def _import_file(path: Path, project: Project) -> ModuleType:
@@ -308,8 +295,8 @@ def _open_script(path: Path, name: str, project: Project) -> ModuleType:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    with _explained(relative_path(path)):
+    module, shown = importlib.util.module_from_spec(spec), relative_path(path)
+    with _explained(f"import {shown}", partial(explain_import, shown)):
         Script(path, module, project)
     # Registered under its name so that dataclasses, pickling and the file's own imports find it.
     sys.modules[name] = module
@@ -322,19 +309,20 @@ def _import_package(name: str, directory: Path | None, project: Project) -> Modu
     if directory is not None:
         project.enter_folder(Path.cwd())  # behind the project's folder, whose settings may name the same package
         project.enter_folder(directory.resolve())
-    with _explained(name), project.as_program(name):
+    with _explained(f"import {name}", partial(explain_import, name)), project.as_program(name):
         return importlib.import_module(name)
 
 
 @contextmanager
-def _explained(name: str) -> Iterator[None]:
+def _explained(doing: str, explain: Callable[[Exception], ModelError]) -> Iterator[None]:
+    """Raise what the user's code raises in this context as `explain` words it, or as the end of memory."""
     try:
         with kept_running():
             yield
     except ModelError:
         raise
     except Exception as error:
-        raise explain_import(name, error) from error
+        raise (explain_memory(doing, error) if is_out_of_memory(error) else explain(error)) from error
 
 
 def _guess(name: str, names: Sequence[str], otherwise: str) -> str:

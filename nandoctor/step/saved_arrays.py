@@ -17,7 +17,7 @@ from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.packing import fill
 from nandoctor.dumps.recorded_format import Autocast
 from nandoctor.dumps.tensors import comparable_values
-from nandoctor.dumps.trees import Slot
+from nandoctor.dumps.trees import Slot, slots
 from nandoctor.engine.reproduction import AUTOCAST_NAMES, SavedOutputs, are_round
 from nandoctor.errors import DumpError
 from nandoctor.evidence.formats import BF16, FORMATS, FP16, FloatFormat
@@ -26,7 +26,7 @@ from nandoctor.step.calls import names_taken
 from nandoctor.step.settings import Settings
 from nandoctor.text import brief_list
 from nandoctor.tracing.tensor_stats import all_finite, format_of
-from nandoctor.trees import Place, walk
+from nandoctor.trees import walk
 
 _CONTAINERS = (dict, list, tuple)
 
@@ -61,13 +61,10 @@ def read_batch(dump: Dump, model: nn.Module, outputs: Collection[str], device: t
         for name, array in dump.arrays.items()
     }
     inputs = {name: array for name, array in arrays.items() if name not in outputs}
-    found = {place: item for place, item in walk(dump.tree) if isinstance(item, (*_CONTAINERS, Slot))}
-    holds_inputs = dict[Place, bool]()  # of each container with arrays: whether all of them are inputs
-    for place, item in found.items():
-        if isinstance(item, Slot):
-            for above in (place[:depth] for depth in range(1, len(place))):
-                holds_inputs[above] = item.name in inputs and holds_inputs.get(above, True)
-    containers = {".".join(map(str, place)): found[place] for place, is_input in holds_inputs.items() if is_input}
+    found = ((place, item, {*slots(item)}) for place, item in walk(dump.tree) if isinstance(item, _CONTAINERS))
+    containers = {
+        ".".join(map(str, place)): item for place, item, held in found if place and held and held <= inputs.keys()
+    }
     return SavedBatch(
         arrays=arrays,
         offer=Offer(values={**dump.scalars, **inputs}, arrays=list(inputs), containers=containers, device=device),

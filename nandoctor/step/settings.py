@@ -8,7 +8,7 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -68,11 +68,11 @@ def _switch(group: OptionGroup, flag: str, text: str, *, default: bool) -> Any:
 class Settings:
     """All settings of a replay; None means that the replay finds out.
 
-    `call` is `(model, batch) -> output`, `loss` is `(output, batch) -> scalar`; SPECs and paths are looked up from
-    `directory`.
+    `model` may also be a Module, in Python; `call` is `(model, batch) -> output`, `loss` is `(output, batch) ->
+    scalar`; SPECs and paths are looked up from `directory`.
     """
 
-    model: str | None = _spec(
+    model: str | Callable[..., Any] | None = _spec(
         "model", "--model", "What builds the model: package.module:attr or file.py:attr.", "a SPEC"
     )
     model_args: Mapping[str, Any] = _setting(
@@ -271,8 +271,17 @@ def read_settings(dump: Path, *, start: Path | None = None) -> Settings:
     project, table = _find_project((start or Path.cwd()).resolve())
     if project is None:
         return Settings()
-    for matching in _matching_tables(Path(os.path.realpath(dump)), table.pop("dumps", []), project):
-        table |= matching
+    real, entries = Path(os.path.realpath(dump)), table.pop("dumps", [])
+    seen = str(real.relative_to(project.parent)) if real.is_relative_to(project.parent) else str(real)
+    for entry in entries if isinstance(entries, list) else [entries]:
+        pattern = entry.get("pattern") if isinstance(entry, dict) else None
+        if not isinstance(pattern, str):
+            raise NanDoctorError(
+                f"{project}: a table of dumps has no pattern.",
+                remedy='Write [[tool.nandoctor.dumps]] with pattern = "runs/*.pth" and the settings for these files.',
+            )
+        if fnmatch(seen, pattern) or fnmatch(real.name, pattern):
+            table |= {key: value for key, value in entry.items() if key != "pattern"}
     options = {key.replace("-", "_"): value for key, value in table.items()}
     try:
         return override(Settings(directory=project.parent), options)
@@ -311,16 +320,3 @@ def _read_table(path: Path) -> dict[str, Any]:
 
 
 _parse_toml = lru_cache(maxsize=4)(tomllib.loads)  # called for each dump; a long file takes milliseconds
-
-
-def _matching_tables(dump: Path, entries: Any, project: Path) -> Iterator[dict[str, Any]]:
-    for entry in entries if isinstance(entries, list) else [entries]:
-        if not isinstance(entry, dict) or not isinstance(entry.get("pattern"), str):
-            raise NanDoctorError(
-                f"{project}: a table of dumps has no pattern.",
-                remedy='Write [[tool.nandoctor.dumps]] with pattern = "runs/*.pth" and the settings for these files.',
-            )
-        pattern = entry["pattern"]
-        seen = str(dump.relative_to(project.parent)) if dump.is_relative_to(project.parent) else str(dump)
-        if fnmatch(seen, pattern) or fnmatch(dump.name, pattern):
-            yield {key: value for key, value in entry.items() if key != "pattern"}

@@ -5,6 +5,7 @@ No code below this reads a `Dump`.
 
 from __future__ import annotations
 
+import inspect
 import math
 import shlex
 from collections.abc import Callable, Collection, Mapping
@@ -26,7 +27,7 @@ from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.recorded_format import RandomStates, as_option, read_option
 from nandoctor.engine.call import Call, Mode, Randomness
 from nandoctor.engine.module_state import LARGE_NBYTES, NEGATIVE, nonfinite_kinds
-from nandoctor.engine.progress import Listener
+from nandoctor.engine.progress import Progress, listener_of
 from nandoctor.engine.reproduction import Preparation, SavedOutputs
 from nandoctor.engine.runner import FailingStep
 from nandoctor.engine.user_code import project_of
@@ -36,7 +37,6 @@ from nandoctor.step.binding import Binding, bind_inputs, find_bindings, read_sig
 from nandoctor.step.calls import bind_calls, bind_loss
 from nandoctor.step.code_references import (
     build_loss,
-    check_method,
     describe_code_change,
     fill_config,
     fill_optimizer,
@@ -49,7 +49,6 @@ from nandoctor.step.code_references import (
 from nandoctor.step.model_loading import (
     ARGUMENTS_NEEDED,
     OTHER_ARGUMENTS,
-    ModelSource,
     Unfilled,
     build_model,
     find_attribute,
@@ -58,26 +57,19 @@ from nandoctor.step.model_loading import (
 from nandoctor.step.saved_arrays import SavedBatch, choose_policies, find_outputs, names_read, read_batch, weight_dtype
 from nandoctor.step.scripts import Options, find_buildings, suggest_model
 from nandoctor.step.settings import Settings
-from nandoctor.step.weights import (
-    add_casts,
-    cast_weights,
-    fill_loss,
-    fit_state,
-    num_misfits,
-    registered_state,
-)
+from nandoctor.step.weights import add_casts, cast_weights, fill_loss, fit_state, num_misfits, registered_state
 from nandoctor.text import join_first, relative_path
 from nandoctor.torch_compat import TORCH, check_torch, default_device, minor_version, other_torch
 from nandoctor.tracing.tensor_stats import all_finite, format_of
 
-NUM_EXTRA_SEEDS = 3
+_NUM_EXTRA_SEEDS = 3
 _MAX_BUILDINGS = 20
 _UNFILLED_NBYTES = 16 << 20
 """The size of weights from which on it pays not to draw initial values that the dump replaces."""
 
 
-def prepare(dump: Dump, model: ModelSource | None, settings: Settings, progress: Listener | None = None) -> Preparation:
-    """Build the model, load the weights and match the arrays to the call; `model` overrides `settings.model`.
+def prepare(dump: Dump, settings: Settings, progress: Progress = lambda *_: None) -> Preparation:
+    """Build the model, load the weights and match the arrays to the call.
 
     Raises:
         ModelError: no model is known, it does not fit the weights or memory, or it is not clear how to call it.
@@ -87,15 +79,14 @@ def prepare(dump: Dump, model: ModelSource | None, settings: Settings, progress:
     check_torch()
     dump = cast_weights(dump)
     device = find_device(settings.device)
-    source = model if model is not None else settings.model
-    require_approval(dump, has_model=source is not None)
-    project = project_of(dump)
+    require_approval(dump, settings)
+    project, listener = project_of(dump), listener_of(progress)
     with project.preparing():
-        code = _import_code(dump, source, settings, device)
+        code = _import_code(dump, settings, device)
         dump = fill_optimizer(fit_state(dump, code.model))
         loss, loss_notes = fill_loss(code.loss, dump)
         code = replace(code, loss=loss)
-        weight_notes = _load_weights(code, dump, settings, device)
+        weight_notes = _load_weights(code.model, dump, settings, device)
         outputs = find_outputs(dump, code.model, settings, code.call, code.loss)
         batch = read_batch(dump, code.model, outputs.names, device)
         version = minor_version(dump.recorded.torch) or TORCH
@@ -104,35 +95,27 @@ def prepare(dump: Dump, model: ModelSource | None, settings: Settings, progress:
         steps = [_make_step(binding, dump, code, batch, settings, policies[0]) for binding in bindings]
         taken = frozenset(name for step in steps for name in step.call.used)  # so they are no saved output
         outputs = _with_unclaimed(outputs, dump, code, bindings[0], taken)
+    modes: tuple[bool, ...] = (True, False)
+    if settings.mode is not None:
+        modes = (settings.mode == "train",)
+    elif "" in dump.recorded.training:
+        modes = (dump.recorded.training[""],)
+    seed = settings.seed if settings.seed is not None or dump.rng_states else 0  # None: the saved random state
     notes = [*dump.notes, *code.notes, *weight_notes, *loss_notes, *batch.notes]
     notes += [f"The recorder could not keep {text}." for text in dump.missing]
     if torch_then := other_torch(dump.recorded.torch):
         notes.append(f"Recorded with torch {torch_then} and replayed with {torch.__version__}.")
     return Preparation(
         dump=dump,
-        steps=tuple(replace(step, progress=progress or Listener(), project=project) for step in steps),
+        steps=tuple(replace(step, progress=listener, project=project) for step in steps),
         unclear=bindings[0].unclear,
-        modes=_modes(dump, settings),
-        seeds=_seeds(dump, settings),
+        modes=modes,
+        seeds=(seed, *((seed or 0) + extra for extra in range(1, _NUM_EXTRA_SEEDS + 1))),
         policies=tuple(policies),
         outputs=outputs,
         notes=tuple(notes),
         updater=code.updater,
     )
-
-
-def _modes(dump: Dump, settings: Settings) -> tuple[bool, ...]:
-    """Return the mode in the settings, else the recorded one, else both."""
-    if settings.mode:
-        return (settings.mode == "train",)
-    recorded = dump.recorded.training.get("")
-    return (True, False) if recorded is None else (recorded,)
-
-
-def _seeds(dump: Dump, settings: Settings) -> tuple[int | None, ...]:
-    """Return the seed in the settings, else the saved random state (None), else 0; then those of further tries."""
-    first = settings.seed if settings.seed is not None or dump.rng_states else 0
-    return first, *((first or 0) + extra for extra in range(1, NUM_EXTRA_SEEDS + 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,61 +130,66 @@ class _Code:
     call: Callable[..., Any] | None
     loss: Callable[..., Any] | None
     nonfinite: Mapping[str, torch.Tensor]
-    source: ModelSource | None
     notes: tuple[str, ...]
-    updater: type[torch.optim.Optimizer] | None = None
+    updater: type[torch.optim.Optimizer] | None
 
 
-def _import_code(dump: Dump, source: ModelSource | None, settings: Settings, device: torch.device) -> _Code:
+def _import_code(dump: Dump, settings: Settings, device: torch.device) -> _Code:
     nbytes = memory_of(dump.state.values())
     if nbytes >= LARGE_NBYTES:
         return_freed_memory()
     unfilled = Unfilled() if settings.strict and nbytes >= _UNFILLED_NBYTES else None  # else some weights stay
     with cuda_code(device):
         with unfilled or nullcontext(), registered_state() as registered:
-            model, notes = _build(dump, source, settings)
+            model, notes = _build(dump, settings)
         call = find_attribute(settings.call, directory=settings.directory)
-        loss, loss_notes = build_loss(find_attribute(settings.loss, directory=settings.directory)), list[str]()
-        named = (source, settings.loss), settings.directory
+        loss = build_loss(find_attribute(settings.loss, directory=settings.directory))
+        specs = [spec for spec in (settings.model, settings.loss) if isinstance(spec, str)]
+        files = [(settings.directory / spec.rpartition(":")[0]).resolve() for spec in specs]
         if loss is None:
-            loss, loss_notes = find_loss(dump.recorded.loss_function, dump.provenance, *named)
-        updater = find_optimizer(dump.recorded.updater, dump, *named)
-    check_method(model, dump, settings)
+            loss, loss_notes = find_loss(dump, files)
+            notes += loss_notes
+        updater = find_optimizer(dump, files)
+    method = dump.recorded.method if settings.call is None and not settings.inputs else ""
+    if method and not inspect.isfunction(getattr(type(model), method, None)):
+        raise ModelError(
+            f"{type(model).__name__} defines no method {method!r}, which the dump holds calls of.",
+            remedy="Name the class that was trained: --model FILE.py:NAME.",
+        )
     left_out = [unfilled.holds] if unfilled else []
     built = nonfinite_kinds(model, *left_out) if registered else {}
-    told = (*notes, *loss_notes)
-    return _Code(model=model, call=call, loss=loss, nonfinite=built, source=source, notes=told, updater=updater)
+    return _Code(model=model, call=call, loss=loss, nonfinite=built, notes=tuple(notes), updater=updater)
 
 
-def _load_weights(code: _Code, dump: Dump, settings: Settings, device: torch.device) -> list[str]:
+def _load_weights(model: nn.Module, dump: Dump, settings: Settings, device: torch.device) -> list[str]:
     """Load the dump's weights, on the device and in their formats; return notes on what did not fit."""
     state, state_notes = state_to_load(dump)
-    state_notes += _take_formats(code.model, state, is_recorded=dump.is_recorded)
+    state_notes += _take_formats(model, state, is_recorded=dump.is_recorded)
     try:
         shared = memory_of(state.values()) >= _UNFILLED_NBYTES
-        notes = [*load_state(code.model, state, strict=settings.strict, shared=shared), *state_notes]
+        notes = [*load_state(model, state, strict=settings.strict, shared=shared), *state_notes]
     except ModelError as error:
         with cuda_code(device), Unfilled():
-            raise _explain_misfit(error, code, replace(dump, state=state), settings) from error.__cause__
+            raise _explain_misfit(error, model, replace(dump, state=state), settings) from error.__cause__
     with cuda_code(device):  # it marked buffers as made on the host, and unmarks what is sent to the device
-        code.model.to(device)
-    add_casts(code.model, dump.recorded)
+        model.to(device)
+    add_casts(model, dump.recorded)
     return notes
 
 
-def _explain_misfit(error: ModelError, code: _Code, dump: Dump, settings: Settings) -> ModelError:
-    """Return the error for weights that do not fit the model that the source or, without one, the dump names."""
-    if code.source is None:
+def _explain_misfit(error: ModelError, model: nn.Module, dump: Dump, settings: Settings) -> ModelError:
+    """Return the error for weights that do not fit the model that the user or, without that, the dump names."""
+    if settings.model is None:
         return ModelError(
             error.message,
             remedy="Name what builds the model, --model FILE.py:NAME; in the training, give Recorder the arguments of "
             "the model's class (arguments={...}) or a function that builds it (builder=FUNCTION).",
         )
-    factory = find_attribute(code.source, directory=settings.directory)
+    factory = find_attribute(settings.model, directory=settings.directory)
     if error.remedy != OTHER_ARGUMENTS or isinstance(factory, nn.Module):
         return error
-    named = settings.directory / str(code.source)
-    return _build_as_own_code(error, named, factory, dump, settings, num_misfits(dump, code.model))[0]
+    named = settings.directory / str(settings.model)
+    return _build_as_own_code(error, named, factory, dump, settings, num_misfits(dump, model))[0]
 
 
 def _take_formats(net: nn.Module, state: Mapping[str, torch.Tensor], *, is_recorded: bool) -> list[str]:
@@ -211,7 +199,13 @@ def _take_formats(net: nn.Module, state: Mapping[str, torch.Tensor], *, is_recor
     the model's own do not: weights in fp16 are often saved in fp32, and then every value is one of fp16.
     """
     named = [(tensor, state[name]) for name, tensor in (*net.named_parameters(), *net.named_buffers()) if name in state]
-    other = [(ours, saved) for ours, saved in named if ours.dtype is not saved.dtype and _are_alike(ours, saved)]
+    other = [
+        (ours, saved)
+        for ours, saved in named
+        if ours.dtype is not saved.dtype
+        and (ours.is_floating_point(), ours.is_complex()) == (saved.is_floating_point(), saved.is_complex())
+        and (is_lazy(ours) or ours.shape == saved.shape)
+    ]
     shared = weight_dtype(state)
     if shared is None and not is_recorded:
         other = [(ours, saved) for ours, saved in other if ours.dtype in LOW_DTYPES]
@@ -228,20 +222,14 @@ def _take_formats(net: nn.Module, state: Mapping[str, torch.Tensor], *, is_recor
     return [f"The model is built in {built}, the dump's weights are {found}: it was replayed in {found}."] * told
 
 
-def _are_alike(ours: torch.Tensor, saved: torch.Tensor) -> bool:
-    """Return True for two tensors of one shape, both real or both complex."""
-    kinds = [(tensor.is_floating_point(), tensor.is_complex()) for tensor in (ours, saved)]
-    return kinds[0] == kinds[1] and (is_lazy(ours) or ours.shape == saved.shape)
-
-
-def _build(dump: Dump, source: ModelSource | None, settings: Settings) -> tuple[nn.Module, list[str]]:
-    """Build the model that the user named, else the one that the dump names."""
-    reference, changed = dump.recorded.model, list[str]()
+def _build(dump: Dump, settings: Settings) -> tuple[nn.Module, list[str]]:
+    """Build the model that the user named, else the one that the dump names; return it with notes."""
+    source, reference, changed = settings.model, dump.recorded.model, list[str]()
     if source is not None:
         filled = None if settings.model_args else fill_config(source, reference, settings.directory)
         make, named, directory = filled or source, str(source), settings.directory
     elif dump.is_recorded:
-        make = find_model(reference, dump.path, dump.provenance, dump.recorded.loss_function)
+        make = find_model(dump)
         named, directory, changed = make.__qualname__, Path(), describe_code_change(reference)
     else:
         raise _explain_unnamed(dump, settings.directory)
@@ -344,30 +332,27 @@ def _make_step(
     binding: Binding, dump: Dump, code: _Code, batch: SavedBatch, settings: Settings, policy: Policy
 ) -> FailingStep:
     """Return the step with the model called in this way."""
-    model, used = code.model, frozenset(binding.arrays).intersection(batch.offer.arrays)
-    dtype = weight_dtype(dump.state)
-    arrays = dict(batch.arrays)
+    used = frozenset(binding.arrays).intersection(batch.offer.arrays)
+    dtype, arrays = weight_dtype(dump.state), dict(batch.arrays)
     if dtype is not None and not dump.is_recorded and settings.call is None:  # as a loop without autocast passes them
         arrays |= {name: arrays[name].to(dtype) for name in used if arrays[name].dtype is torch.float32}
-    scale = dump.loss_scale if settings.loss_scale is None else settings.loss_scale
     first = code.nonfinite
-    now = nonfinite_kinds(model) if first else {}  # it reads every weight
+    now = nonfinite_kinds(code.model) if first else {}  # it reads every weight
+    same = [name for name in now if name in first and now[name].equal(first[name])]
     return FailingStep(
-        model=model,
-        built={
-            name: int(now[name].max()) == NEGATIVE for name in now if name in first and now[name].equal(first[name])
-        },
+        model=code.model,
+        built={name: int(now[name].max()) == NEGATIVE for name in same},
         call=Call(
             batch=arrays,
             used=used,
             with_grad=dump.with_grad.intersection(batch.offer.arrays),
-            forward=partial(binding.forward, model),
+            forward=partial(binding.forward, code.model),
             description=binding.description,
         ),
         loss=bind_loss(code.loss, dump, batch.make, used),
         mode=Mode(
             policy=policy,
-            loss_scale=scale,
+            loss_scale=dump.loss_scale if settings.loss_scale is None else settings.loss_scale,
             is_first_scale=settings.loss_scale is None and dump.has_first_scale,
             device=batch.offer.device,
         ),

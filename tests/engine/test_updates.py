@@ -9,7 +9,7 @@ from torch import nn
 
 import nandoctor
 from nandoctor.dumps.dump import Dump
-from nandoctor.dumps.recorded_format import Reference
+from nandoctor.dumps.recorded_format import Recorded, Reference
 from nandoctor.dumps.signature import Provenance
 from nandoctor.source_files import hash_of
 from nandoctor.step.code_references import find_optimizer
@@ -143,7 +143,7 @@ SAME = Reference(module=__name__, name="Trust", file=FILE, sha256=hash_of(Path(_
     ],
 )
 def test_which_optimizers_are_run(reference, own, named, found, tmp_path):
-    provenance = Provenance(own=own, here=own)
-    dump = Dump(path=tmp_path / "x.pth", nbytes=0, layout="plain", state={}, arrays={}, provenance=provenance)
-    kind = find_optimizer(reference, dump, [named, None], Path())
+    says = {"provenance": Provenance(own=own, here=own), "recorded": Recorded(updater=reference)}
+    dump = Dump(path=tmp_path / "x.pth", nbytes=0, layout="plain", state={}, arrays={}, **says)
+    kind = find_optimizer(dump, [Path(named.rpartition(":")[0]).resolve()])
     assert (kind and kind.__name__) == found

@@ -55,7 +55,7 @@ def prepare(info, module_input, training):
 
 def replay(module, call, training):
     dump = Dump(path=Path("dump.pth"), nbytes=1, layout="plain", state=module.state_dict(), arrays={})
-    return replay_dump(dump, module, Settings(call=call, mode="train" if training else "eval")).report
+    return replay_dump(dump, Settings(model=module, call=call, mode="train" if training else "eval")).report
 
 
 def plain_verdict(module, call):

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nandoctor.dumps.recorded_format import Reference
+from nandoctor.dumps.dump import Dump
+from nandoctor.dumps.recorded_format import FORMAT, Recorded, Reference
 from nandoctor.dumps.signature import Provenance
 from nandoctor.dumps.trees import KIND
 from nandoctor.errors import ModelError
@@ -48,12 +49,15 @@ def make_model():
 def loss(output, batch):
     return (output - batch).sum()
 """
-DUMP = Path("runs/my dump.pth")
 OWN = Provenance(own=True, here=True)
-
-
 installed = cache(packages_distributions)
 """Reads a file of every installed package, for a second."""
+
+
+def naming(model=None, loss=None, provenance=OWN):
+    """A recorder's file that names this code."""
+    file, recorded = {"path": Path("runs/my dump.pth"), "nbytes": 1}, Recorded(model=model, loss_function=loss)
+    return Dump(**file, layout=FORMAT, state={}, arrays={}, recorded=recorded, provenance=provenance)
 
 
 @pytest.fixture
@@ -78,9 +82,9 @@ def script(name="Net", **fields):
 
 
 def test_a_class_of_the_working_directory_gets_its_arguments(project):
-    model = find_model(script(arguments={"width": 3}), DUMP, OWN)()
+    model = find_model(naming(script(arguments={"width": 3})))()
     assert (type(model).__name__, model.linear.in_features) == ("Net", 3)
-    assert type(find_model(script("Net.Inner"), DUMP, OWN)()).__name__ == "Inner"
+    assert type(find_model(naming(script("Net.Inner")))()).__name__ == "Inner"
 
 
 LIBRARY = """
@@ -106,7 +110,7 @@ def library(project, monkeypatch):
 
 
 def test_an_installed_package_takes_nothing_from_the_folder(project, library):
-    model = find_model(library, DUMP, OWN)()
+    model = find_model(naming(library))()
     assert Path(sys.modules[type(model).__module__].__file__).is_relative_to(project.parent / "installed")
     assert list(project.glob("*.imported")) == []
 
@@ -121,7 +125,7 @@ def test_a_module_that_hides_an_installed_one_is_not_run(project, library, way, 
         (project / library.module).mkdir()
         (project / f"{library.module}.py").rename(project / library.module / "__init__.py")
     with pytest.raises(ModelError, match="Python finds it in no installed package"):
-        find_model(library, DUMP, OWN)
+        find_model(naming(library))
     assert list(project.rglob("*.imported")) == []
 
 
@@ -130,9 +134,7 @@ def test_a_module_that_hides_an_installed_one_is_not_run(project, library, way, 
     [
         (script("Plain.make"), "nor a function at the top level of your own files"),
         (script("Missing"), "nor a function at the top level of your own files"),
-        (script(file="../elsewhere.py"), "is not in the working directory"),
-        (script(file="/tmp/elsewhere.py"), "is not in the working directory"),
-        (script(file="missing.py"), "is not in the working directory"),
+        *((script(file=file), "is not in the working directory") for file in ("../x.py", "/tmp/x.py", "missing.py")),
         (script(arguments={"width": torch.ones(1)}), "its arguments are not plain data"),
         (Reference(module="script_of_the_test", name="Net"), "finds it in no installed package"),
         (Reference(module="os", name="_wrap_close"), "finds it in no installed package"),
@@ -142,43 +144,43 @@ def test_a_module_that_hides_an_installed_one_is_not_run(project, library, way, 
 )
 def test_anything_else_is_the_users_decision_and_not_imported(project, reference, why):
     with pytest.raises(ModelError, match=why) as caught:
-        find_model(reference, DUMP, OWN)
+        find_model(naming(reference))
     assert f"nandoctor replay '{project.resolve()}/runs/my dump.pth' --model " in caught.value.remedy
     assert not (project / "script_of_the_test.imported").exists()
 
 
 def test_a_class_that_takes_objects_is_named_where_it_is(project):
     with pytest.raises(ModelError) as caught:
-        find_model(script(file="missing.py", arguments={"config": {KIND: {"name": "Config"}}}), DUMP, OWN)
+        find_model(naming(script(file="missing.py", arguments={"config": {KIND: {"name": "Config"}}})))
     assert caught.value.remedy.endswith(" --model missing.py:Net")
 
 
 def test_a_class_that_is_no_module_is_not_called(project):
     with pytest.raises(ModelError, match="it is not a Module class"):
-        find_model(script("Plain"), DUMP, OWN)
+        find_model(naming(script("Plain")))
 
 
 def test_a_builder_of_the_project_is_called(project):
-    assert type(find_model(script("make_model"), DUMP, OWN)()).__name__ == "Net"
+    assert type(find_model(naming(script("make_model")))()).__name__ == "Net"
     with pytest.raises(ModelError):
-        find_model(script("make_model"), DUMP, Provenance())
+        find_model(naming(script("make_model"), provenance=Provenance()))
 
 
 def test_the_loss_is_used_while_its_source_is_unchanged(project):
     source = project / "script_of_the_test.py"
     reference = script("loss", sha256=hash_of(source))
-    loss, notes = find_loss(reference, OWN, (), Path())
+    loss, notes = find_loss(naming(loss=reference), ())
     assert (float(loss(torch.ones(2), torch.zeros(2))), notes) == (2.0, [])
     source.write_text(CODE + "\n")
-    loss, (note,) = find_loss(reference, OWN, (), Path())
-    assert float(loss(torch.ones(2), torch.zeros(2))) == 2.0
-    assert note == "script_of_the_test.py has changed since the training."
+    loss, (note,) = find_loss(naming(loss=reference), ())
+    changed = "script_of_the_test.py has changed since the training."
+    assert (float(loss(torch.ones(2), torch.zeros(2))), note) == (2.0, changed)
 
 
 def test_the_command_for_a_loss_has_the_path_that_is_named(project, monkeypatch):
     (project / "runs").mkdir()
     monkeypatch.chdir(project / "runs")
-    loss, (note,) = find_loss(script("loss"), OWN, ["../script_of_the_test.py:Net"], Path())
+    loss, (note,) = find_loss(naming(loss=script("loss")), [project / "script_of_the_test.py"])
     assert loss is None
     assert note.endswith(f"add --loss {project}/script_of_the_test.py:loss.")
 
@@ -186,23 +188,21 @@ def test_the_command_for_a_loss_has_the_path_that_is_named(project, monkeypatch)
 @pytest.mark.parametrize("fields", [{"file": ""}, {"file": "../x.py"}, {"name": "loss.__globals__"}])
 def test_a_loss_from_elsewhere_is_only_named(project, fields):
     reference = script(**{"name": "loss", "sha256": hash_of(project / "script_of_the_test.py"), **fields})
-    loss, (note,) = find_loss(reference, OWN, (), Path())
+    loss, (note,) = find_loss(naming(loss=reference), ())
     assert loss is None
     assert "--loss" in note
 
 
 def test_a_notebooks_loss_is_named_in_the_file_that_is_named(project):
-    _, (note,) = find_loss(Reference(module="__main__", name="loss"), OWN, ["script_of_the_test.py:Net"], Path())
+    _, (note,) = find_loss(naming(loss=Reference(module="__main__", name="loss")), [project / "script_of_the_test.py"])
     assert note.endswith("add --loss script_of_the_test.py:loss.")
 
 
 @pytest.mark.parametrize("name", ["main.<locals>.<lambda>", "<lambda>", "main.<locals>.loss", "Plain.make"])
 def test_a_loss_without_a_name_of_its_own_is_to_be_written_out(project, name):
-    loss, (note,) = find_loss(script(name), OWN, (), Path())
+    loss, (note,) = find_loss(naming(loss=script(name)), ())
     assert loss is None
     assert f"--loss {name}" not in note
     assert "it is no class, nor a function at the top level of your own files" in note
-    assert note.endswith(
-        "def loss_of(output, batch) at the top level of script_of_the_test.py, and add "
-        "--loss script_of_the_test.py:loss_of."
-    )
+    file = "script_of_the_test.py"
+    assert note.endswith(f"def loss_of(output, batch) at the top level of {file}, and add --loss {file}:loss_of.")

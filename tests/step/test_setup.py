@@ -52,7 +52,7 @@ def run_first(preparation):
 
 def test_the_weights_the_batch_and_the_call_come_together():
     model = nn.Linear(3, 2)
-    preparation = prepare(dump_of(model, image=IMAGE, logit=torch.full((1, 2), 0.3)), nn.Linear(3, 2), Settings())
+    preparation = prepare(dump_of(model, image=IMAGE, logit=torch.full((1, 2), 0.3)), Settings(model=nn.Linear(3, 2)))
     assert torch.equal(run_first(preparation), model(IMAGE))
     assert preparation.steps[0].call.description == "model(input=image)"
     assert preparation.steps[0].call.used == {"image"}
@@ -62,7 +62,7 @@ def test_the_weights_the_batch_and_the_call_come_together():
 
 def test_saved_outputs_do_not_go_in():
     dump = dump_of(nn.Identity(), image=IMAGE, logit=IMAGE, aux_logit=IMAGE, mask=IMAGE)
-    preparation = prepare(dump, Returns(lambda batch: batch), Settings(inputs=("*",)))
+    preparation = prepare(dump, Settings(model=Returns(lambda batch: batch), inputs=("*",)))
     assert list(run_first(preparation)) == ["image", "mask"]
     assert preparation.outputs.graded[0] == "logit"
 
@@ -76,9 +76,8 @@ def test_saved_outputs_do_not_go_in():
     ],
 )
 def test_what_a_loss_takes_beside_the_output_is_no_output(loss, expected):
-    outputs = prepare(
-        dump_of(nn.Identity(), input=IMAGE, teacher_logits=IMAGE), nn.Identity(), Settings(loss=loss)
-    ).outputs
+    dump = dump_of(nn.Identity(), input=IMAGE, teacher_logits=IMAGE)
+    outputs = prepare(dump, Settings(model=nn.Identity(), loss=loss)).outputs
     assert (outputs.graded[0] if outputs.graded else None) == expected
 
 
@@ -86,7 +85,7 @@ def test_what_a_loss_takes_beside_the_output_is_no_output(loss, expected):
 def test_float64_arrays_go_in_as_what_the_model_computes_in(dtype, expected):
     model = nn.Linear(3, 2, dtype=dtype)
     dump = dump_of(model, image=IMAGE.double(), labels=torch.arange(3))
-    preparation = prepare(dump, model, Settings())
+    preparation = prepare(dump, Settings(model=model))
     batch = preparation.steps[0].call.batch
     assert (batch["image"].dtype, batch["labels"].dtype) == (expected, torch.int64)
     assert [note.partition(" ")[0] for note in preparation.notes] == ["image"] * (expected is torch.float32)
@@ -101,8 +100,9 @@ def functions(tmp_path, monkeypatch):
 
 
 def test_a_call_and_a_loss_are_found_by_their_specs(functions):
-    settings = Settings(call="functions_of_the_test.py:call", loss="functions_of_the_test.py:loss", directory=functions)
-    preparation = prepare(dump_of(nn.Identity(), image=IMAGE, mask=IMAGE, logit=IMAGE), nn.Identity(), settings)
+    specs = {"call": "functions_of_the_test.py:call", "loss": "functions_of_the_test.py:loss"}
+    settings = Settings(model=nn.Identity(), **specs, directory=functions)
+    preparation = prepare(dump_of(nn.Identity(), image=IMAGE, mask=IMAGE, logit=IMAGE), settings)
     output = run_first(preparation)
     assert (output["out"].tolist(), output["names"]) == ([[2.0, 4.0, 6.0]], ["image", "logit", "mask"])
     assert preparation.steps[0].call.used == {"image", "mask"}
@@ -112,7 +112,7 @@ def test_a_call_and_a_loss_are_found_by_their_specs(functions):
 def test_code_for_cuda_is_built_on_the_replays_device(functions):
     settings = Settings(model="functions_of_the_test.py:Net", directory=functions)
     dump = replace(dump_of(nn.Identity(), image=IMAGE), state={"weight": torch.full((3,), 2.0)})
-    assert next(prepare(dump, None, settings).steps[0].model.parameters()).device.type == "cpu"
+    assert next(prepare(dump, settings).steps[0].model.parameters()).device.type == "cpu"
 
 
 class WithoutForward(nn.Linear):
@@ -132,7 +132,7 @@ class WithoutForward(nn.Linear):
 )
 def test_what_does_not_fit_says_what_to_do(model, settings, error, message, here):
     with pytest.raises(error, match=message) as caught:
-        prepare(dump_of(nn.Linear(3, 2), image=IMAGE), model, settings)
+        prepare(dump_of(nn.Linear(3, 2), image=IMAGE), replace(settings, model=model))
     assert caught.value.remedy.endswith(".")
 
 
@@ -154,7 +154,7 @@ NET = "from torch import nn\ndef Net(width): return nn.Linear(getattr(width, 'w'
 @pytest.mark.parametrize("call", BUILT)
 def test_a_class_that_lacks_arguments_is_built_as_its_file_does(call, here):
     Path("train.py").write_text(f"{NET}\n{call}\n")
-    made = prepare(dump_of(nn.Linear(3, 2), image=IMAGE), "train.py:Net", Settings())
+    made = prepare(dump_of(nn.Linear(3, 2), image=IMAGE), Settings(model="train.py:Net"))
     assert f"Built as your own code or the file shows: --model {BUILT[call]}" in made.notes
 
 
@@ -162,14 +162,14 @@ def test_arguments_are_taken_from_the_dump(here):
     Path("train.py").write_text(f"{NET}\nnet = Net(5)\n")
     dump = replace(dump_of(nn.Linear(3, 2), image=IMAGE), scalars={"args.width": 3, "args.seed": 1})
     note = "Built as your own code or the file shows: --model train.py:Net --model-arg width=3"
-    assert note in prepare(dump, "train.py:Net", Settings()).notes
+    assert note in prepare(dump, Settings(model="train.py:Net")).notes
 
 
 @pytest.mark.parametrize("call", ["def main(cfg): return Net(cfg)", "def main(cfg):\n    net = Net(cfg)\nmain()"])
 def test_arguments_that_no_file_shows_are_asked_for(call, here):
     Path("train.py").write_text(f"{NET}\nif __name__ == '__main__':\n    {call.replace(chr(10), chr(10) + '    ')}\n")
     with pytest.raises(ModelError) as caught:
-        prepare(dump_of(nn.Linear(3, 2), image=IMAGE), "train.py:Net", Settings())
+        prepare(dump_of(nn.Linear(3, 2), image=IMAGE), Settings(model="train.py:Net"))
     assert "--model-arg K=V" in caught.value.remedy
 
 
@@ -187,7 +187,7 @@ def test_a_call_is_offered_if_the_weights_fit_it(width, given, call, offered, he
     Path("net.py").write_text(NET.replace("(width)", f"(width={width})"))
     Path("other.py").write_text(f"from net import Net\nopen('ran', 'w')\n{call}\n")
     with pytest.raises(ModelError) as caught:
-        prepare(dump_of(nn.Linear(3, 2), image=IMAGE), "net.py:Net", Settings(model_args=given))
+        prepare(dump_of(nn.Linear(3, 2), image=IMAGE), Settings(model="net.py:Net", model_args=given))
     assert caught.value.options == (("--model", *offered.split()) if offered else ())
     assert "widht" in given or "--no-strict" in caught.value.remedy
     assert not Path("ran").exists()
@@ -206,7 +206,7 @@ def test_a_class_with_the_weights_attributes_is_named(code, here):
     Path("train.py").write_text(code)
     state = {"stem.weight": torch.ones(1), "head.0.bias": torch.ones(1)}
     with pytest.raises(ModelError, match="not the model's code") as caught:
-        prepare(replace(dump_of(nn.Identity(), image=IMAGE), state=state), None, Settings())
+        prepare(replace(dump_of(nn.Identity(), image=IMAGE), state=state), Settings())
     named = re.search(r"names in .*: --model (.*)", caught.value.remedy)
     assert (named and named[1]) == WITHOUT_A_MODEL[code]
 
@@ -216,14 +216,14 @@ def test_of_several_nets_the_one_that_takes_an_array_comes_first(here):
     Path("gan.py").write_text("\n".join(classes))
     dump = replace(dump_of(nn.Identity(), image=torch.ones(2, 3)), state={"g.weight": torch.ones(3, 2)})
     with pytest.raises(ModelError, match=r"gan\.py:D and gan\.py:G") as caught:
-        prepare(replace(dump, other_states={"D": {"d.weight": torch.ones(2, 3)}}), None, Settings())
+        prepare(replace(dump, other_states={"D": {"d.weight": torch.ones(2, 3)}}), Settings())
     assert caught.value.options == ("--model", "gan.py:D")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_missing_cuda_is_an_error_that_names_the_emulation():
     with pytest.raises(NanDoctorError, match="no CUDA device") as caught:
-        prepare(dump_of(nn.Identity(), image=IMAGE), nn.Identity(), Settings(device="cuda"))
+        prepare(dump_of(nn.Identity(), image=IMAGE), Settings(model=nn.Identity(), device="cuda"))
     assert "CPU replays a CUDA run" in caught.value.remedy
 
 

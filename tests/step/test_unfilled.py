@@ -73,8 +73,8 @@ def test_memory_stays_as_it_was_allocated(init, part):
 
 def test_with_weights_that_stay_all_are_drawn(tmp_path):
     torch.save({"state_dict": {"square": torch.zeros(4, 4)}, "x": torch.tensor([1])}, tmp_path / "nan.pth")
-    dump, settings = read_dump(tmp_path / "nan.pth"), Settings(strict=False)
-    model = replay_setup.prepare(dump, Drawing, settings).steps[0].model
+    dump, settings = read_dump(tmp_path / "nan.pth"), Settings(model=Drawing, strict=False)
+    model = replay_setup.prepare(dump, settings).steps[0].model
     assert not model.square.any()
     assert ((model.phase >= 1) & (model.phase < 2)).all()
     assert 0 < model.trunk.weight.abs().max() < 0.1
