@@ -19,14 +19,13 @@ from nandoctor.engine import user_code
 from nandoctor.engine.call import Batch, Call, Mode, Randomness, in_mode, recorded_backends, seeded
 from nandoctor.engine.interventions import choose_mode, intervene, loss_in_fp32, printed_changes, select_samples
 from nandoctor.engine.module_state import (
-    NEGATIVE,
-    apart_from_state,
     copied_state,
     draw_in_fp32,
     find_outside,
     held_by,
     is_large,
     is_new,
+    is_spoilt,
     known_tensors,
     nonfinite_kinds,
     restored,
@@ -135,6 +134,14 @@ class FailingStep:
         """The format that overflow and flushes to zero are judged against, in the reference as well."""
         return self.mode.policy.format
 
+    @property
+    def spoilt_buffers(self) -> tuple[str, ...]:
+        """The buffers of the model that hold NaN or +Inf, but for those that its own code fills so."""
+        buffers = dict(self.model.named_buffers()).keys() - self.built.keys()
+        return tuple(
+            name for name, kinds in nonfinite_kinds(self.model).items() if name in buffers and is_spoilt(kinds)
+        )
+
     def under(self, policy: Policy) -> FailingStep:
         """Return the step in another precision."""
         return replace(self, mode=replace(self.mode, policy=policy))
@@ -205,17 +212,17 @@ def _record_once(step: FailingStep, watch: Watch, grad: bool, large: bool) -> tu
             printed_changes(step.changes, step.model, step.loss),
             seeded(step.randomness, mode.device) as draws,
         ):
-            widen_tensors(state, mode.policy.wider, in_files=large)
+            widen_tensors(state.tensors, mode.policy.wider, in_files=large)
             recording = _RecordedRun(replace(step, call=replace(call, batch=batch)), watch, grad=grad, large=large)
             recording.make()
             with plain_torch():
-                output = apart_from_state(recording.output, state)
+                output = state.kept_apart(recording.output)
             drawn = draws()
         calls = with_nonfinite_state(recording.modules.calls(), recording.modules, step.model)
     error, kinds, kept = recording.raised, recording.kept, dict[str, bool]()
     if kinds:
         before = nonfinite_before(step)
-        kept = {name: bool((now > NEGATIVE).any()) for name, now in kinds.items() if is_new(now, before.get(name))}
+        kept = {name: is_spoilt(now) for name, now in kinds.items() if is_new(now, before.get(name))}
     return Outcome(
         trace=recording.trace(calls, kept),
         output=output,
@@ -253,7 +260,7 @@ class _RecordedRun:
 
     def __init__(self, step: FailingStep, watch: Watch, *, grad: bool, large: bool) -> None:
         step = replace(step, call=self._with_leaves(step.call))
-        known = [*known_tensors(step.model, step.call.batch)] if watch.ops else []
+        known = known_tensors(step.model, step.call.batch) if watch.ops else []
         self._step, self._watch, self._grad, self._large = step, watch, grad, large
         self._edits = flatten(step.changes)
         self._backward = GradientTracer(known) if watch.ops and watch.backward else None

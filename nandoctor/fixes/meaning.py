@@ -22,7 +22,7 @@ from nandoctor.changes.clamp import ClampArgument
 from nandoctor.changes.constant import SetArgument
 from nandoctor.changes.guard import GuardArgument
 from nandoctor.changes.running_op import RunningOp
-from nandoctor.engine.module_state import is_large
+from nandoctor.engine.module_state import is_large, known_tensors
 from nandoctor.evidence.edits import Change, Edit, OpSite, SingleEdit, flatten
 from nandoctor.evidence.trace import SourceLine
 from nandoctor.fixes.agreement import TOLERANCE, Result
@@ -35,7 +35,6 @@ from nandoctor.fixes.neighbours import (
     are_numbers,
     forward_beside,
     forward_elsewhere,
-    list_held,
     moves_at,
     pattern_like,
     scaled_alike,
@@ -364,8 +363,8 @@ class Meaning:
 
     def _numbers(self, names: Set[str]) -> dict[str, torch.Tensor]:
         """Return the tensors of these names, in the model or the batch, that hold numbers."""
-        held = (*list_held(self.trials.step.model), *self.trials.step.call.batch.items())
-        return {name: value.detach() for name, value in held if name in names and are_numbers(value)}
+        held = known_tensors(self.trials.step.model, self.trials.step.call.batch)
+        return {name: value.detach() for _, name, value in held if name in names and are_numbers(value)}
 
     def _run_beside(self, direction: Tensors, size: float, way: tuple[bool, float] | None = None) -> Result:
         step, call = self.trials.step, self.trials.step.call

@@ -15,7 +15,7 @@ from torch import nn
 
 from nandoctor.changes.running_op import RunningOp, is_tensor
 from nandoctor.dumps.stored_tensor import is_dense
-from nandoctor.engine.module_state import is_code, tensors_in
+from nandoctor.engine.module_state import is_code, state_of
 from nandoctor.engine.reproduction import is_flags
 from nandoctor.engine.runner import FailingStep
 from nandoctor.evidence.edits import Edit, OpSite, SingleEdit
@@ -37,14 +37,9 @@ def are_numbers(value: torch.Tensor) -> bool:
     return not (may_be_flags and is_flags(value)) and bool(torch.isfinite(value).all())
 
 
-def list_held(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that a model holds: weights, buffers and attributes."""
-    yield from (*model.named_parameters(), *model.named_buffers(), *tensors_in(model))
-
-
 def forward_beside(step: FailingStep, shifts: Tensors, batch: Tensors) -> Any:
     """Run the forward with moved weights, buffers and attributes; every run puts back the model's state."""
-    for name, tensor in list_held(step.model):
+    for _, name, tensor in state_of(step.model):
         if name in shifts.keys() - step.call.batch:
             tensor.data = tensor.data + shifts[name]
     return step.call.forward(batch)
@@ -118,7 +113,7 @@ class _Move(SingleEdit):
 
 def forward_elsewhere(step: FailingStep, scaled: Scaled, batch: Tensors) -> Any:
     """Run the forward with other weights, buffers, attributes and numbers; every run puts back the model's state."""
-    for name, tensor in list_held(step.model):
+    for _, name, tensor in state_of(step.model):
         if are_numbers(tensor) and tensor.is_floating_point():
             tensor.data = scaled(name, tensor.data)
     with ExitStack() as undo:
