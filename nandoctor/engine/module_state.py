@@ -278,12 +278,17 @@ def _writes_only(module: nn.Module) -> bool:
 def widen_tensors(tensors: Iterable[torch.Tensor], wider: Wider, *, in_files: bool) -> None:
     """Hold a model's tensors in wider formats; `restored` puts their own back. With `in_files` large ones lie in files.
 
-    Half precision is widened as it rounds, so the values stay. A wrapper has no numbers of its own.
+    Half precision is widened as it rounds, so the values stay.
     """
     to = cast_to_file if in_files else torch.Tensor.to
     for tensor in tensors:
-        if tensor.dtype in wider and not (is_lazy(tensor) or hasattr(type(tensor), "__tensor_flatten__")):
+        if tensor.dtype in wider and not (is_lazy(tensor) or _is_wrapper(tensor)):
             tensor.data = to(tensor.data, wider[tensor.dtype])
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    """Return True for a tensor without numbers of its own: its parts hold the memory."""
+    return hasattr(type(tensor), "__tensor_flatten__")
 
 
 _DRAWING = frozenset(
@@ -351,7 +356,7 @@ class State:
         """Return a run's output with copies of the tensors in it that are put back, or whose memory is."""
 
         def is_put_back(value: Any) -> bool:
-            if not isinstance(value, torch.Tensor) or not is_dense(value) or is_lazy(value):
+            if not isinstance(value, torch.Tensor) or not is_dense(value) or is_lazy(value) or _is_wrapper(value):
                 return False
             return id(value) in self._seen or self._memory.has(value)
 
@@ -385,7 +390,7 @@ class State:
         kind = type(value)  # `isinstance` would ask the value, which may be a proxy
         if issubclass(kind, torch.Tensor):
             self._seen[id(value)] = value
-            if hasattr(kind, "__tensor_flatten__"):  # a wrapper, whose parts hold the memory
+            if _is_wrapper(value):
                 self.undo.callback(setattr, value, "grad", value.grad if value.is_leaf else None)
                 for name in value.__tensor_flatten__()[0]:
                     self._keep(getattr(value, name))
