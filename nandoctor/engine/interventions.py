@@ -284,7 +284,10 @@ def printed_changes(changes: Sequence[Change], model: nn.Module, loss: Any = Non
             undo.enter_context(held(*((function, "__code__", code) for function, code in swaps)))
         for change in changes:
             if isinstance(change, Snippet):
-                _execute(change, {"model": model})
+                try:
+                    exec(compile(change.text, "<fix>", "exec"), {"model": model, "torch": torch})
+                except Exception as error:
+                    raise CannotRunError(f"The snippet raised {type(error).__name__}: {error}") from error
         yield
 
 
@@ -333,10 +336,10 @@ def _functions_with(keys: Container[tuple[object, ...]], reachable: Iterable[Fun
     """
     known = list({id(function): function for function in reachable}.values())
     wanted = {id(code): code for function in known for code in _all_codes(function.__code__) if _key(code) in keys}
-    found = [function for function in known if id(function.__code__) in wanted]
     # The referrers lack what was frozen by `gc.freeze()`, as a server or a test session does.
-    more = gc.get_referrers(*wanted.values())
-    return [*found, *(item for item in more if type(item) is FunctionType and item not in found)]
+    holders = (*known, *gc.get_referrers(*wanted.values()))
+    found = (it for it in holders if type(it) is FunctionType and id(it.__code__) in wanted)
+    return list(dict.fromkeys(found))
 
 
 def _all_codes(code: CodeType) -> Iterator[CodeType]:
@@ -406,11 +409,3 @@ def _own(code: CodeType) -> tuple[object, ...]:
     """Return what a code does, without its place in the file: repr tells 0.0 from -0.0 and 1 from True."""
     constants = [repr(constant) for constant in code.co_consts if not isinstance(constant, CodeType)]
     return code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
-
-
-def _execute(snippet: Snippet, scope: dict[str, Any]) -> None:
-    scope["torch"] = torch
-    try:
-        exec(compile(snippet.text, "<fix>", "exec"), scope)
-    except Exception as error:
-        raise CannotRunError(f"The snippet raised {type(error).__name__}: {error}") from error

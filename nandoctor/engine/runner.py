@@ -16,7 +16,7 @@ from nandoctor.autocast.literals import recast
 from nandoctor.autocast.policy import EXACT, Policy, apply_policy, kernels_kept
 from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.engine import user_code
-from nandoctor.engine.call import Batch, Call, Mode, Randomness, in_mode, recorded_backends, seeded
+from nandoctor.engine.call import Batch, Call, Mode, Randomness, in_mode, recorded_backends, seeded, this_run
 from nandoctor.engine.interventions import choose_mode, intervene, loss_in_fp32, printed_changes, select_samples
 from nandoctor.engine.module_state import (
     copied_state,
@@ -41,7 +41,7 @@ from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import LOSS, ModuleCall, Place, TensorStats, Trace
 from nandoctor.file_memory import kept_in_files
 from nandoctor.machine import is_out_of_memory
-from nandoctor.process_wide import PerThread, Shared, collection_paused, held, patched
+from nandoctor.process_wide import Shared, collection_paused, held, patched
 from nandoctor.torch_compat import CHECKPOINT_APPLY, plain_torch
 from nandoctor.tracing.dispatch_hook import (
     Invocation,
@@ -221,7 +221,8 @@ def _record_once(step: FailingStep, watch: Watch, grad: bool, large: bool) -> tu
         calls = with_nonfinite_state(recording.modules.calls(), recording.modules, step.model)
     error, kinds, kept = recording.raised, recording.kept, dict[str, bool]()
     if kinds:
-        before = nonfinite_before(step)
+        with restored(step.model), printed_changes(step.changes, step.model, step.loss):
+            before = of_model_and_loss(step, nonfinite_kinds)
         kept = {name: is_spoilt(now) for name, now in kinds.items() if is_new(now, before.get(name))}
     return Outcome(
         trace=recording.trace(calls, kept),
@@ -247,12 +248,6 @@ def of_model_and_loss(step: FailingStep, read: Callable[[Any], Mapping[str, torc
             inner = read(value).items()
             found |= {_OF_LOSS + f"{name}.{place}".strip("."): state for place, state in inner}
     return found
-
-
-def nonfinite_before(step: FailingStep) -> dict[str, torch.Tensor]:
-    """Return which values that a step begins with are not finite, as `nonfinite_kinds` does."""
-    with restored(step.model), printed_changes(step.changes, step.model, step.loss):
-        return of_model_and_loss(step, nonfinite_kinds)
 
 
 class _RecordedRun:
@@ -394,10 +389,6 @@ class _RecordedRun:
                     self.loss = user_code.compute_loss(step.loss, widen(self.output), call.batch, device=device)
 
 
-_checkpoints = PerThread(opened=False)
-"""`opened` is True while this thread's reentrant checkpoints run as plain calls."""
-
-
 @contextmanager
 def open_checkpoints() -> Iterator[None]:
     """Run this thread's reentrant checkpoints as plain calls while the context is open.
@@ -405,14 +396,14 @@ def open_checkpoints() -> Iterator[None]:
     Their backward recomputes the block in a graph of its own, and would show all of it as one CheckpointFunction.
     A block without an input that needs a gradient is left alone: the checkpoint gives it none.
     """
-    with held((_checkpoints, "opened", True)), _checkpoint_patch:
+    with held((this_run, "opens_checkpoints", True)), _checkpoint_patch:
         yield
 
 
 def _apply_opened(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         needs_gradient = any(isinstance(argument, torch.Tensor) and argument.requires_grad for argument in args)
-        if needs_gradient and _checkpoints.opened:
+        if needs_gradient and this_run.opens_checkpoints:
             return function(*args)
         return checkpoint(function, preserve_rng_state, *args)
 

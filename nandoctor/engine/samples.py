@@ -108,7 +108,10 @@ def find_guilty(step: FailingStep, flagged: tuple[int, ...], symptom: Symptom) -
         healthy = tuple(sample for sample in range(size) if sample not in found)
         # If only some rows are non-finite whichever samples are there, it is their place that makes them so.
         is_of_place = not healthy and 0 < len(flagged) < min(size, MAX_SAMPLES_LISTED)
-        return found if not is_of_place and _are_samples(step, runs.fill(_spread(healthy))) else None
+        # If rows may be time steps, two healthy ones tell.
+        rows = runs.fill(_spread(healthy))
+        are_samples = not step.call.may_be_time_first or (len(set(rows)) > 1 and _stand_alone(step, rows))
+        return found if are_samples and not is_of_place else None
     return None
 
 
@@ -192,16 +195,11 @@ def _spread(samples: Sequence[int]) -> tuple[int, ...]:
     return tuple(samples[round(i * (len(samples) - 1) / max(count - 1, 1))] for i in range(count))
 
 
-def _are_samples(step: FailingStep, healthy: tuple[int, ...]) -> bool:
-    """Return False if rows may be time steps: what a sample gives depends neither on its place nor on the others.
-
-    It takes two healthy rows to tell.
-    """
-    return not step.call.may_be_time_first or (len(set(healthy)) > 1 and _stand_alone(step, healthy))
-
-
 def _stand_alone(step: FailingStep, samples: tuple[int, ...]) -> bool:
-    """Return True if the output moves with a batch that is moved by one sample; False if it shows no difference."""
+    """Return True if the output moves with a batch that is moved by one sample; False if it shows no difference.
+
+    Then what a sample gives depends neither on its place nor on the others.
+    """
     # In eval mode there is no dropout, and no BatchNorm that mixes samples.
     calm = replace(step, mode=replace(step.mode, training=False))
     first, second = (
