@@ -318,13 +318,16 @@ def _bind_names(function: FunctionType, code: CodeType) -> None:
 
 @lru_cache(maxsize=16)  # a search runs each change about ten times
 def _changed_codes(file: ChangedFile) -> Mapping[tuple[object, ...], CodeType]:
-    """Return the new code of the functions that change, by the key of their present code."""
+    """Return the new code of the functions that change, or hold one that does, by the key of their present code."""
     try:
         texts = (text.removeprefix("\ufeff") for text in (file.before, file.after))
         old, new = (compile(text, file.path, "exec", dont_inherit=True) for text in texts)
     except SyntaxError as error:
         raise CannotRunError(f"The changed text is not Python: {error}") from error
-    return {_key(was): now for was, now in _changed_pairs(old, new)}
+    (_, *ours), (_, *theirs) = _all_codes(old), _all_codes(new)
+    if [code.co_qualname for code in ours] != [code.co_qualname for code in theirs]:
+        raise CannotRunError("The change adds or removes a function.")
+    return {_key(was): now for was, now in zip(ours, theirs, strict=True) if _own(was) != _own(now)}
 
 
 def _functions_with(keys: Container[tuple[object, ...]], reachable: Iterable[FunctionType]) -> list[FunctionType]:
@@ -343,9 +346,11 @@ def _functions_with(keys: Container[tuple[object, ...]], reachable: Iterable[Fun
 
 
 def _all_codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield a code and those inside it, the bodies of functions and classes, in the order of the text."""
     yield code
-    for inner in _inner(code):
-        yield from _all_codes(inner)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _all_codes(constant)
 
 
 def reachable(path: str, model: nn.Module, loss: Any = None) -> Iterator[FunctionType]:
@@ -389,23 +394,7 @@ def _key(code: CodeType) -> tuple[object, ...]:
     return code.co_name, code.co_firstlineno, repr(_own(code))
 
 
-def _changed_pairs(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType, CodeType]]:
-    """Yield the pairs of codes in two modules that differ or hold one that does, those of class bodies included."""
-    ours, theirs = _inner(old), _inner(new)
-    if [code.co_name for code in ours] != [code.co_name for code in theirs]:
-        raise CannotRunError("The change adds or removes a function.")
-    for was, now in zip(ours, theirs, strict=True):
-        inside = [*_changed_pairs(was, now)]
-        if inside or _own(was) != _own(now):
-            yield was, now
-        yield from inside
-
-
-def _inner(code: CodeType) -> list[CodeType]:
-    return [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-
-
 def _own(code: CodeType) -> tuple[object, ...]:
-    """Return what a code does, without its place in the file: repr tells 0.0 from -0.0 and 1 from True."""
-    constants = [repr(constant) for constant in code.co_consts if not isinstance(constant, CodeType)]
+    """Return what a code and those inside it do, wherever they stand: repr tells 0.0 from -0.0 and 1 from True."""
+    constants = [_own(it) if isinstance(it, CodeType) else repr(it) for it in code.co_consts]
     return code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars

@@ -350,7 +350,6 @@ class _RecordedRun:
                 torch.clear_autocast_cache()
                 self._has_backward = True
                 with user_code.kept_running(), torch.autocast(mode.device.type, enabled=False):
-                    scale, keep, ends_early = mode.loss_factor, watch.keep, watch.ends_early
                     outside = find_outside(self.loss, model, {**held_by(self._step.loss), **self._leaves})
                     # Training does not read the gradients by which the step differentiates itself, as by coordinates.
                     unread = (self._leaves.keys() - self._step.call.with_grad) | self._differentiated
@@ -358,9 +357,9 @@ class _RecordedRun:
                     self._bad_gradients, self.gradients = run_backward(
                         {**dict(model.named_parameters()), **self._outside},
                         self.loss,
-                        loss_scale=scale,
-                        keep=keep,
-                        ends_early=ends_early,
+                        loss_scale=mode.loss_factor,
+                        keep=watch.keep,
+                        ends_early=watch.ends_early,
                         large=self._large,
                     )
         except UnsupportedTorchError:  # of nandoctor's own, though raised inside the user's code
