@@ -145,19 +145,17 @@ def run_backward(
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             return
-        reading = measure(gradient)
-        if reading is not None and not is_finite(reading):
+        if not all_finite(gradient) and (reading := measure(gradient)) is not None:
             readings[name] = reading
             if ends_early:
                 raise EndedEarly
         if keep:
-            before = kept.get(name)  # a reentrant checkpoint adds its part separately
-            own = unscaled(gradient) if before is None else unscaled(gradient) + before
-            kept[name] = map_empty(own.shape, own.dtype).copy_(own)
-
-    def unscaled(gradient: torch.Tensor) -> torch.Tensor:
-        # In half precision it would be flushed to zero. In place, since new memory costs ten times as much.
-        return recast(FP32_FOR_HALF, gradient).div_(loss_scale) if loss_scale != 1 else gradient
+            if loss_scale != 1:
+                # In half precision it would be flushed to zero. In place, since new memory costs ten times as much.
+                gradient = recast(FP32_FOR_HALF, gradient).div_(loss_scale)
+            if name in kept:  # a reentrant checkpoint adds its part separately
+                gradient = gradient + kept[name]
+            kept[name] = map_empty(gradient.shape, gradient.dtype).copy_(gradient) if large else gradient
 
     if not loss.requires_grad:
         raise LossError(
@@ -175,11 +173,11 @@ def run_backward(
             stack.callback(hook.remove)
         with suppress(EndedEarly):
             run_backward_in_modes(loss * loss_scale)
-        made = {name: item.grad for name, item in parameters.items() if item.grad is not None}
+            with plain_torch():
+                for name, parameter in parameters.items():
+                    take(name, parameter)
         with plain_torch():
-            nonfinite = [(name, gradient) for name, gradient in made.items() if not all_finite(gradient)]
-            found = (*collect([(name, readings[name]) for name in named if name in readings]), *measure_all(nonfinite))
-            return found, kept | {name: unscaled(gradient) for name, gradient in made.items()} if keep else None
+            return collect([(name, readings[name]) for name in parameters if name in readings]), kept if keep else None
 
 
 def state_of(holder: Any) -> Iterator[Known]:
