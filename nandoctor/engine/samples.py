@@ -127,21 +127,17 @@ class _Runs:
 
     def fails(self, samples: tuple[int, ...]) -> bool:
         """Return True if the step fails with these samples alone."""
-        if samples not in self._known:
-            self._known[samples] = self._run(samples)
+        while samples not in self._known:
+            if not self._left:
+                raise _InDoubtError
+            self._left -= 1
+            try:
+                self._known[samples] = self._symptom.shows(self._step, KeepSamples(samples=self.fill(samples)))
+            except ModelError:
+                if self._is_whole:
+                    raise
+                self._is_whole = True
         return self._known[samples]
-
-    def _run(self, samples: tuple[int, ...]) -> bool:
-        if not self._left:
-            raise _InDoubtError
-        self._left -= 1
-        try:
-            return self._symptom.shows(self._step, KeepSamples(samples=self.fill(samples)))
-        except ModelError:
-            if self._is_whole:
-                raise
-        self._is_whole = True
-        return self._run(samples)
 
     def fill(self, samples: tuple[int, ...]) -> tuple[int, ...]:
         """Return a batch of the samples that the model takes: the variance over one is 0, or the size may be fixed."""
