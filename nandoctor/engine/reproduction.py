@@ -349,13 +349,11 @@ def _replay(steps: list[FailingStep], preparation: Preparation, *, is_first: boo
 def _refuse_wrong_call(step: FailingStep) -> None:
     """Raise the error of a call that is wrong whatever the batch's values are: what is not finite explains any."""
     zeros = {name: torch.nan_to_num(it, 0, 0, 0) for name, it in step.call.batch.items() if is_dense(it)}
-    with suppress(LossError):
-        try:
-            finite = replace(step.call, batch={**step.call.batch, **zeros})
-            replace(step, call=finite).run()
-        except ModelError as error:
-            if isinstance(error.__cause__, WRONG_CALL):
-                raise
+    try:
+        replace(step, call=replace(step.call, batch={**step.call.batch, **zeros})).run()
+    except ModelError as error:
+        if isinstance(error.__cause__, WRONG_CALL) and not isinstance(error, LossError):
+            raise
 
 
 def _run(step: FailingStep, preparation: Preparation, *, backward: bool) -> Outcome:

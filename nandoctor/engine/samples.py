@@ -19,7 +19,7 @@ from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.engine.call import Call
 from nandoctor.engine.module_state import EndedEarly
 from nandoctor.engine.runner import FailingStep, Watch
-from nandoctor.errors import LossError, ModelError
+from nandoctor.errors import ModelError
 from nandoctor.evidence.edits import OpSite, SingleEdit
 from nandoctor.evidence.report import Origin
 from nandoctor.evidence.trace import Place, Trace
@@ -103,7 +103,7 @@ def find_guilty(step: FailingStep, flagged: tuple[int, ...], symptom: Symptom) -
     if size is None or size < 2:
         return None if size is None else tuple(range(size))
     runs = _Runs(step, symptom, size)
-    with suppress(_InDoubtError, ModelError, LossError):
+    with suppress(_InDoubtError, ModelError):
         found = flagged if flagged and runs.confirm(flagged) else runs.narrow(tuple(range(size)))
         healthy = tuple(sample for sample in range(size) if sample not in found)
         # If only some rows are non-finite whichever samples are there, it is their place that makes them so.
@@ -305,7 +305,7 @@ def trace_without(
     step: FailingStep, sites: Iterable[OpSite], policy: Policy | None = None, watch: Watch = _CLOSER
 ) -> Trace | None:
     """Return the trace of a run in which all that these ops make is finite; None if it cannot be run."""
-    with suppress(ModelError, LossError):
+    with suppress(ModelError):
         return step.run(policy, watch, [_MakeFinite(site=site) for site in sites]).trace
     return None
 
@@ -323,6 +323,6 @@ def is_read(step: FailingStep, name: str) -> bool:
     emptied = replace(step, call=replace(step.call, batch={**batch, name: empty}))
     try:
         made, without = (it.run(watch=_OF_SAMPLES).trace for it in (step, emptied))
-    except (ModelError, LossError):
+    except ModelError:
         return True
     return without.raised is not None or (made.output, made.loss) != (without.output, without.loss)
