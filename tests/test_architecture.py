@@ -34,20 +34,20 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 34_920, "tests": 29_571, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 34_868, "tests": 29_571, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 3_005,
-    "autocast": 757,
+    "autocast": 749,
     "capture": 2_466,
     "causes": 2_609,
     "changes": 3_047,
     "cli": 839,
     "diagnosis": 1_853,
     "dumps": 3_213,
-    "engine": 3_004,
+    "engine": 2_969,
     "evidence": 1_698,
-    "fixes": 4_171,
+    "fixes": 4_162,
     "fleet": 667,
     "repro_scripts": 569,
     "step": 3_145,
