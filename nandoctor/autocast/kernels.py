@@ -288,26 +288,21 @@ def _map_items(change: Callable[[Any], Any], value: Any) -> Any:
     return type(value)(map(change, value)) if isinstance(value, (list, tuple)) else change(value)
 
 
-def _cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the weight's copy in `dtype`, one for all its uses.
+def _lower(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the tensor in `dtype`; of a weight it is one copy for all its uses.
 
     As on CUDA (cached_cast in autocast_mode.cpp), the uses share one autograd node, so that the gradients of a weight
     that is used twice are summed in `dtype`. Unlike there, a weight that was written to is cast again.
     """
     casts: dict[tuple[int, torch.dtype], tuple[Tensor, int | None, Tensor]] | None = _running.casts
-    if casts is None:  # in a recomputed checkpoint, whose casts belong only to its own graph
-        return weight.to(dtype)
-    key = (id(weight), dtype)  # the entry keeps the weight alive, and with it its id
-    if key not in casts or casts[key][1] != version_of(weight):
-        casts[key] = (weight, version_of(weight), move_to_file(weight.to(dtype)))
-    return casts[key][2]
-
-
-def _lower(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     is_weight = tensor.dtype is torch.float32 and tensor.requires_grad and tensor.is_leaf and not is_view(tensor)
-    if is_weight and dtype is not torch.float32 and torch.is_grad_enabled() and torch.is_autocast_cache_enabled():
-        return _cast_weight(tensor, dtype)
-    return tensor.to(dtype)
+    is_kept = is_weight and dtype is not torch.float32 and torch.is_grad_enabled() and torch.is_autocast_cache_enabled()
+    if casts is None or not is_kept:  # None in a recomputed checkpoint, whose casts belong only to its own graph
+        return tensor.to(dtype)
+    key = (id(tensor), dtype)  # the entry keeps the weight alive, and with it its id
+    if key not in casts or casts[key][1] != version_of(tensor):
+        casts[key] = (tensor, version_of(tensor), move_to_file(tensor.to(dtype)))
+    return casts[key][2]
 
 
 # The op is a composite without kernels of its own under these keys; inference mode uses the second.

@@ -6,7 +6,7 @@ Requests from TorchScript and C++ are not seen here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
 from weakref import WeakValueDictionary
@@ -75,12 +75,9 @@ def cuda_code(device: torch.device, wider: Wider | None = None) -> Iterator[None
     context is open again; torch's own would warn that there is no CUDA and stay off for good. Tensors and modules that
     are sent to or made on "cuda" go to `device`. Only regions of the thread that entered this context are affected.
     """
-    with ExitStack() as stack:
-        stack.enter_context(regions_patched)
-        stack.enter_context(held((_replay, "device", device)))
-        if device.type != "cuda" or wider:
-            stack.enter_context(_Literals(device, wider or {}))
-            stack.enter_context(held((_replay, "is_marking", device.type != "cuda")))
+    redirects = device.type != "cuda"
+    literals = _Literals(device, wider or {}) if redirects or wider else nullcontext()
+    with regions_patched, held((_replay, "device", device), (_replay, "is_marking", redirects)), literals:
         yield
 
 

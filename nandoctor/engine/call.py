@@ -56,11 +56,12 @@ class Call:
 
         That is among what the model takes, and among all: a target or the output has as many rows as there are samples.
         """
-        taken, every = (
-            Counter(tensor.shape[0] for tensor in arrays if tensor.dim())
-            for arrays in (_of_all_samples(self.taken or self.batch), self.batch.values())
+        taken = self.taken or self.batch
+        of_all = [tensor for name, tensor in taken.items() if not _OF_ONE_SAMPLE.search(name)] or taken.values()
+        counts, every = (
+            Counter(tensor.shape[0] for tensor in arrays if tensor.dim()) for arrays in (of_all, self.batch.values())
         )
-        return sorted(((size, (taken[size], every[size])) for size in taken), key=lambda it: it[1], reverse=True)
+        return sorted(((size, (counts[size], every[size])) for size in counts), key=lambda it: it[1], reverse=True)
 
     @property
     def sample_count(self) -> int | None:
@@ -69,7 +70,7 @@ class Call:
         Edges are two rows of integers, from and to, or a sparse tensor. A list of dicts may have one for each sample,
         as a detector's targets.
         """
-        if any(map(_LISTED.search, self.batch)):
+        if any(map(_OF_ONE_SAMPLE.search, self.batch)):
             return None
         lengths, size = self._lengths, self.batch_size
         taken = [tensor for tensor in self.taken.values() if tensor.dim()]
@@ -101,13 +102,8 @@ class Call:
         return replace(self, batch=batch)
 
 
-_LISTED = re.compile(r"\.\d+\.")
-
-
-def _of_all_samples(batch: Batch) -> list[torch.Tensor]:
-    """Return the arrays except those in a list of dicts (`labels.1.boxes`), which are one sample's, if any remain."""
-    others = [tensor for name, tensor in batch.items() if not _LISTED.search(name)]
-    return others or list(batch.values())
+_OF_ONE_SAMPLE = re.compile(r"\.\d+\.")
+"""The name of an array in a list of dicts, such as `labels.1.boxes`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,8 +143,9 @@ class Randomness:
     host: RandomStates = field(default_factory=RandomStates)
 
 
-this_run = PerThread(from_saved_states=False)
-"""`from_saved_states` is True in a run where each call starts from its generator states in the dump."""
+this_run = PerThread(from_saved_states=False, opens_checkpoints=False)
+"""`from_saved_states` is True in a run where each call starts from its generator states in the dump;
+`opens_checkpoints` while reentrant checkpoints run as plain calls."""
 
 
 def restore_generators(states: Iterable[torch.Tensor], host: RandomStates, device: torch.device) -> None:

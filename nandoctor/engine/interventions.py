@@ -284,7 +284,10 @@ def printed_changes(changes: Sequence[Change], model: nn.Module, loss: Any = Non
             undo.enter_context(held(*((function, "__code__", code) for function, code in swaps)))
         for change in changes:
             if isinstance(change, Snippet):
-                _execute(change, {"model": model})
+                try:
+                    exec(compile(change.text, "<fix>", "exec"), {"model": model, "torch": torch})
+                except Exception as error:
+                    raise CannotRunError(f"The snippet raised {type(error).__name__}: {error}") from error
         yield
 
 
@@ -315,13 +318,16 @@ def _bind_names(function: FunctionType, code: CodeType) -> None:
 
 @lru_cache(maxsize=16)  # a search runs each change about ten times
 def _changed_codes(file: ChangedFile) -> Mapping[tuple[object, ...], CodeType]:
-    """Return the new code of the functions that change, by the key of their present code."""
+    """Return the new code of the functions that change, or hold one that does, by the key of their present code."""
     try:
         texts = (text.removeprefix("\ufeff") for text in (file.before, file.after))
         old, new = (compile(text, file.path, "exec", dont_inherit=True) for text in texts)
     except SyntaxError as error:
         raise CannotRunError(f"The changed text is not Python: {error}") from error
-    return {_key(was): now for was, now in _changed_pairs(old, new)}
+    (_, *ours), (_, *theirs) = _all_codes(old), _all_codes(new)
+    if [code.co_qualname for code in ours] != [code.co_qualname for code in theirs]:
+        raise CannotRunError("The change adds or removes a function.")
+    return {_key(was): now for was, now in zip(ours, theirs, strict=True) if _own(was) != _own(now)}
 
 
 def _functions_with(keys: Container[tuple[object, ...]], reachable: Iterable[FunctionType]) -> list[FunctionType]:
@@ -333,16 +339,18 @@ def _functions_with(keys: Container[tuple[object, ...]], reachable: Iterable[Fun
     """
     known = list({id(function): function for function in reachable}.values())
     wanted = {id(code): code for function in known for code in _all_codes(function.__code__) if _key(code) in keys}
-    found = [function for function in known if id(function.__code__) in wanted]
     # The referrers lack what was frozen by `gc.freeze()`, as a server or a test session does.
-    more = gc.get_referrers(*wanted.values())
-    return [*found, *(item for item in more if type(item) is FunctionType and item not in found)]
+    holders = (*known, *gc.get_referrers(*wanted.values()))
+    found = (it for it in holders if type(it) is FunctionType and id(it.__code__) in wanted)
+    return list(dict.fromkeys(found))
 
 
 def _all_codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield a code and those inside it, the bodies of functions and classes, in the order of the text."""
     yield code
-    for inner in _inner(code):
-        yield from _all_codes(inner)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _all_codes(constant)
 
 
 def reachable(path: str, model: nn.Module, loss: Any = None) -> Iterator[FunctionType]:
@@ -386,31 +394,7 @@ def _key(code: CodeType) -> tuple[object, ...]:
     return code.co_name, code.co_firstlineno, repr(_own(code))
 
 
-def _changed_pairs(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType, CodeType]]:
-    """Yield the pairs of codes in two modules that differ or hold one that does, those of class bodies included."""
-    ours, theirs = _inner(old), _inner(new)
-    if [code.co_name for code in ours] != [code.co_name for code in theirs]:
-        raise CannotRunError("The change adds or removes a function.")
-    for was, now in zip(ours, theirs, strict=True):
-        inside = [*_changed_pairs(was, now)]
-        if inside or _own(was) != _own(now):
-            yield was, now
-        yield from inside
-
-
-def _inner(code: CodeType) -> list[CodeType]:
-    return [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-
-
 def _own(code: CodeType) -> tuple[object, ...]:
-    """Return what a code does, without its place in the file: repr tells 0.0 from -0.0 and 1 from True."""
-    constants = [repr(constant) for constant in code.co_consts if not isinstance(constant, CodeType)]
+    """Return what a code and those inside it do, wherever they stand: repr tells 0.0 from -0.0 and 1 from True."""
+    constants = [_own(it) if isinstance(it, CodeType) else repr(it) for it in code.co_consts]
     return code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
-
-
-def _execute(snippet: Snippet, scope: dict[str, Any]) -> None:
-    scope["torch"] = torch
-    try:
-        exec(compile(snippet.text, "<fix>", "exec"), scope)
-    except Exception as error:
-        raise CannotRunError(f"The snippet raised {type(error).__name__}: {error}") from error

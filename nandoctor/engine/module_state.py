@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import random
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -64,6 +64,7 @@ LARGE_NBYTES = 256 << 20
 NEGATIVE, POSITIVE, NAN = 1, 2, 3
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _HOLDS_NOTHING = frozenset({int, float, str, bool, type(None), FunctionType})
+_ATTRIBUTES_FIRST = {"unknown": 0, "weight": 1, "buffer": 2, "unread": 2}
 
 
 def is_large(model: nn.Module) -> bool:
@@ -144,19 +145,17 @@ def run_backward(
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             return
-        reading = measure(gradient)
-        if reading is not None and not is_finite(reading):
+        if not all_finite(gradient) and (reading := measure(gradient)) is not None:
             readings[name] = reading
             if ends_early:
                 raise EndedEarly
         if keep:
-            before = kept.get(name)  # a reentrant checkpoint adds its part separately
-            own = unscaled(gradient) if before is None else unscaled(gradient) + before
-            kept[name] = map_empty(own.shape, own.dtype).copy_(own)
-
-    def unscaled(gradient: torch.Tensor) -> torch.Tensor:
-        # In half precision it would be flushed to zero. In place, since new memory costs ten times as much.
-        return recast(FP32_FOR_HALF, gradient).div_(loss_scale) if loss_scale != 1 else gradient
+            if loss_scale != 1:
+                # In half precision it would be flushed to zero. In place, since new memory costs ten times as much.
+                gradient = recast(FP32_FOR_HALF, gradient).div_(loss_scale)
+            if name in kept:  # a reentrant checkpoint adds its part separately
+                gradient = gradient + kept[name]
+            kept[name] = map_empty(gradient.shape, gradient.dtype).copy_(gradient) if large else gradient
 
     if not loss.requires_grad:
         raise LossError(
@@ -174,23 +173,47 @@ def run_backward(
             stack.callback(hook.remove)
         with suppress(EndedEarly):
             run_backward_in_modes(loss * loss_scale)
-        made = {name: item.grad for name, item in parameters.items() if item.grad is not None}
+            with plain_torch():
+                for name, parameter in parameters.items():
+                    take(name, parameter)
         with plain_torch():
-            nonfinite = [(name, gradient) for name, gradient in made.items() if not all_finite(gradient)]
-            found = (*collect([(name, readings[name]) for name in named if name in readings]), *measure_all(nonfinite))
-            return found, kept | {name: unscaled(gradient) for name, gradient in made.items()} if keep else None
+            return collect([(name, readings[name]) for name in parameters if name in readings]), kept if keep else None
 
 
-def known_tensors(model: nn.Module, batch: Batch) -> Iterator[Known]:
-    """Yield the tensors that ops get from outside, each with its kind and name: those of the model, and the batch."""
-    idle = (module for module in model.modules() if _writes_only(module))
-    unread = {id(buffer) for module in idle for buffer in module.buffers(recurse=False)}
-    yield from (("unknown", place, tensor) for place, tensor in tensors_in(model))
-    yield from (("weight", name, tensor) for name, tensor in model.named_parameters() if not is_lazy(tensor))
-    for name, tensor in model.named_buffers():
-        if not is_lazy(tensor):
-            yield "unread" if id(tensor) in unread else "buffer", name, tensor
-    yield from (("batch", name, tensor) for name, tensor in batch.items())
+def state_of(holder: Any) -> Iterator[Known]:
+    """Yield the tensors that a model, or any other object, holds with their kinds and places.
+
+    These are buffers, weights, and what is in the modules' attributes and in containers there, in this order. What
+    functions hold is left out.
+    """
+    modules = _modules_of(holder)
+    if isinstance(holder, nn.Module):
+        idle = (module for _, module in modules if _writes_only(module))
+        unread = {id(buffer) for module in idle for buffer in module.buffers(recurse=False)}
+        for name, buffer in holder.named_buffers():
+            if not is_lazy(buffer):
+                yield "unread" if id(buffer) in unread else "buffer", name, buffer
+        yield from (("weight", name, weight) for name, weight in holder.named_parameters() if not is_lazy(weight))
+    for path, module in modules:
+        values = {name: value for name, value in _attributes_of(module) if type(value) not in _HOLDS_NOTHING}
+        for name, tensor in walk_tensors(values, attributes=False) if values else ():
+            yield "unknown", f"{path}.{name}".removeprefix("."), tensor
+
+
+def _modules_of(holder: Any) -> list[tuple[str, Any]]:
+    """Return a model's modules with their paths; anything else stands for itself."""
+    return list(holder.named_modules()) if isinstance(holder, nn.Module) else [("", holder)]
+
+
+def _attributes_of(module: Any) -> list[tuple[str, Any]]:
+    """Return what a module holds by names of its own."""
+    return [(name, value) for name, value in list(vars(module).items()) if name not in _OF_EVERY_MODULE]
+
+
+def known_tensors(model: nn.Module, batch: Batch) -> list[Known]:
+    """Return the tensors that ops get from outside, those of the model and the batch; the last name of one counts."""
+    state = sorted(state_of(model), key=lambda known: _ATTRIBUTES_FIRST[known[0]])
+    return [*state, *(("batch", name, tensor) for name, tensor in batch.items())]
 
 
 def with_nonfinite_state(calls: tuple[ModuleCall, ...], modules: Tracer, model: nn.Module) -> tuple[ModuleCall, ...]:
@@ -206,30 +229,25 @@ def with_nonfinite_state(calls: tuple[ModuleCall, ...], modules: Tracer, model: 
     return tuple(replace(call, state=state.get(call.module, ())) for call in calls)
 
 
-def list_nonfinite_state(model: nn.Module) -> dict[str, bool]:
-    """Return the tensors of a model that are not finite: True if one holds a NaN, or a +Inf as squares overflow to.
-
-    A -Inf alone may be a mask's.
-    """
-    return {name: bool((kinds > NEGATIVE).any()) for name, kinds in nonfinite_kinds(model).items()}
-
-
 def nonfinite_kinds(holder: Any, left_out: Callable[[torch.Tensor], bool] = lambda _: False) -> dict[str, torch.Tensor]:
-    """Return, of the tensors of a model that are not finite, where they hold -inf (1), +inf (2) and NaN (3).
+    """Return, of the tensors in the `state_of` a holder that are not finite, where they hold -inf, +inf and NaN.
 
-    These may be buffers, weights, and tensors in its modules' attributes and in containers there; of a loss that is no
-    module, those in its own attributes. Those that are `left_out` are not read.
+    These are 1, 2 and 3. Those that are `left_out` are not read.
     """
-    weights = holder.named_parameters() if isinstance(holder, nn.Module) else ()
-    plain = ((name, weight) for name, weight in weights if type(weight) is nn.Parameter)
-    held = (*_buffers_of(holder), *plain, *tensors_in(holder))
-    read = ((name, it) for name, it in held if not (it.is_meta or is_lazy(it) or left_out(it)))
-    found = ((name, numbers_in(tensor)) for name, tensor in read if not all_finite(tensor))
-    return {
-        name: (NEGATIVE * values.isneginf() + POSITIVE * values.isposinf() + NAN * values.isnan()).cpu()
-        for name, values in found
-        if values is not None
-    }
+    found = dict[str, torch.Tensor]()
+    for kind, name, tensor in state_of(holder):
+        is_plain = kind != "weight" or type(tensor) is nn.Parameter
+        if tensor.is_meta or not is_plain or left_out(tensor) or all_finite(tensor):
+            continue
+        if (values := numbers_in(tensor)) is not None:
+            kinds = NEGATIVE * values.isneginf() + POSITIVE * values.isposinf() + NAN * values.isnan()
+            found[name] = kinds.cpu()
+    return found
+
+
+def is_spoilt(kinds: torch.Tensor) -> bool:
+    """Return True if there is a NaN, or a +Inf as squares overflow to; a -Inf alone may be a mask's."""
+    return bool((kinds > NEGATIVE).any())
 
 
 def is_new(now: torch.Tensor, before: torch.Tensor | None) -> bool:
@@ -237,59 +255,17 @@ def is_new(now: torch.Tensor, before: torch.Tensor | None) -> bool:
     return before is None or now.shape != before.shape or bool(((now != before) & (now > 0)).any())
 
 
-def apart_from_state(output: Any, state: Iterable[torch.Tensor]) -> Any:
-    """Return a run's output with copies of what lies in the memory of state that is put back after the run."""
-    memory = {storage_of(tensor) for tensor in state if is_dense(tensor) and not is_lazy(tensor)}
-
-    def is_in_state(value: Any) -> bool:
-        return (
-            isinstance(value, torch.Tensor) and is_dense(value) and not is_lazy(value) and storage_of(value) in memory
-        )
-
-    if not any(is_in_state(tensor) for _, tensor in walk_tensors(output)):
-        return output
-
-    def copied(value: Any) -> Any:
-        return value.detach().clone().requires_grad_(value.requires_grad) if is_in_state(value) else value
-
-    return tree_map(copied, output)
-
-
 def copied_state(holder: Any) -> dict[str, torch.Tensor]:
     """Return copies of a model's state but weights: tensors, numbers, and how long containers are."""
-    held = dict((*_buffers_of(holder), *tensors_in(holder)))
-    numbers = {name: numbers_in(t) if t.is_floating_point() else t.detach() for name, t in held.items() if is_dense(t)}
+    held = {name: it for kind, name, it in state_of(holder) if kind != "weight" and is_dense(it)}
+    numbers = {name: numbers_in(it) if it.is_floating_point() else it.detach() for name, it in held.items()}
     found = {name: values.clone() for name, values in numbers.items() if values is not None}
     for path, module in _modules_of(holder):
-        for name, value in vars(module).items():
+        for name, value in _attributes_of(module):
             is_container = type(value) in _CONTAINERS
-            if name not in _OF_EVERY_MODULE and (is_container or type(value) in (int, float, bool)):
+            if is_container or type(value) in (int, float, bool):
                 found[f"{path}.{name}".removeprefix(".")] = torch.tensor(len(value) if is_container else value)
     return found
-
-
-def _modules_of(holder: Any) -> Iterable[tuple[str, Any]]:
-    """Return a model's modules with their paths; anything else stands for itself."""
-    return holder.named_modules() if isinstance(holder, nn.Module) else [("", holder)]
-
-
-def _buffers_of(holder: Any) -> Iterable[tuple[str, torch.Tensor]]:
-    return holder.named_buffers() if isinstance(holder, nn.Module) else ()
-
-
-def tensors_in(holder: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that the model's modules hold by names of their own, with their places.
-
-    Weights, buffers and what functions hold are left out.
-    """
-    for path, module in _modules_of(holder):
-        values = {
-            name: value
-            for name, value in list(vars(module).items())
-            if not (name in _OF_EVERY_MODULE or type(value) in _HOLDS_NOTHING)
-        }
-        for name, tensor in walk_tensors(values, attributes=False) if values else ():
-            yield f"{path}.{name}".removeprefix("."), tensor
 
 
 def _writes_only(module: nn.Module) -> bool:
@@ -300,12 +276,17 @@ def _writes_only(module: nn.Module) -> bool:
 def widen_tensors(tensors: Iterable[torch.Tensor], wider: Wider, *, in_files: bool) -> None:
     """Hold a model's tensors in wider formats; `restored` puts their own back. With `in_files` large ones lie in files.
 
-    Half precision is widened as it rounds, so the values stay. A wrapper has no numbers of its own.
+    Half precision is widened as it rounds, so the values stay.
     """
     to = cast_to_file if in_files else torch.Tensor.to
     for tensor in tensors:
-        if tensor.dtype in wider and not (is_lazy(tensor) or hasattr(type(tensor), "__tensor_flatten__")):
+        if tensor.dtype in wider and not (is_lazy(tensor) or _is_wrapper(tensor)):
             tensor.data = to(tensor.data, wider[tensor.dtype])
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    """Return True for a tensor without numbers of its own: its parts hold the memory."""
+    return hasattr(type(tensor), "__tensor_flatten__")
 
 
 _DRAWING = frozenset(
@@ -332,16 +313,15 @@ _SMALL_NBYTES = 1 << 16
 
 
 @contextmanager
-def restored(model: nn.Module, *others: Any) -> Iterator[Sequence[torch.Tensor]]:
+def restored(model: nn.Module, *others: Any) -> Iterator[State]:
     """Restore what the model's code, or the run itself, changes in the model and `others` in this context.
 
     These are weights and buffers, written in place or replaced, and the modules' attributes, the containers directly in
     these, and the tensors and random generators in either; not state in files' globals, in closures, in caches of
-    functions and deeper in objects. An object among `others` is kept as a module is. It yields the tensors that these
-    hold. Small ones are copied before the run; large ones, whose memory may be a mapped file, just before the first
-    write to them.
+    functions and deeper in objects. An object among `others` is kept as a module is. Small tensors are copied before
+    the run; large ones, whose memory may be a mapped file, just before the first write to them.
     """
-    state = _State((model, *others))
+    state = State((model, *others))
     with no_subclass_methods():  # a subclass's own methods may answer otherwise
         memory = state.keep_tensors()
         if memory.nbytes < _WATCHED_NBYTES:
@@ -350,13 +330,13 @@ def restored(model: nn.Module, *others: Any) -> Iterator[Sequence[torch.Tensor]]
             memory.keep_all(below=_SMALL_NBYTES)
             state.undo.enter_context(intercepting(memory.keep_written))
     try:
-        yield state.tensors
+        yield state
     finally:
         with no_subclass_methods(), torch.no_grad():
             state.undo.close()
 
 
-class _State:
+class State:
     """The tensors that modules and other objects hold, each once, and what restores the state, last to first."""
 
     def __init__(self, held: Iterable[Any]) -> None:
@@ -369,6 +349,19 @@ class _State:
             self._keep(value)
         while self._waiting:
             self._keep_attributes(self._waiting.pop())
+
+    def kept_apart(self, output: Any) -> Any:
+        """Return a run's output with copies of the tensors in it that are put back, or whose memory is."""
+
+        def is_put_back(value: Any) -> bool:
+            if not isinstance(value, torch.Tensor) or not is_dense(value) or is_lazy(value) or _is_wrapper(value):
+                return False
+            return id(value) in self._seen or self._memory.has(value)
+
+        def copied(value: Any) -> Any:
+            return value.detach().clone().requires_grad_(value.requires_grad) if is_put_back(value) else value
+
+        return tree_map(copied, output) if any(is_put_back(it) for _, it in walk_tensors(output)) else output
 
     def _keep_attributes(self, holder: Any) -> None:
         attributes = dict(vars(holder))
@@ -395,7 +388,7 @@ class _State:
         kind = type(value)  # `isinstance` would ask the value, which may be a proxy
         if issubclass(kind, torch.Tensor):
             self._seen[id(value)] = value
-            if hasattr(kind, "__tensor_flatten__"):  # a wrapper, whose parts hold the memory
+            if _is_wrapper(value):
                 self.undo.callback(setattr, value, "grad", value.grad if value.is_leaf else None)
                 for name in value.__tensor_flatten__()[0]:
                     self._keep(getattr(value, name))
@@ -412,7 +405,7 @@ class _State:
         """Note the tensors as they are, and return their memory, which is still to be copied."""
         strided = [tensor for tensor in self.tensors if tensor.layout is torch.strided and not tensor.is_meta]
         grads = [tensor.grad for tensor in strided if tensor.is_leaf and tensor.grad is not None]
-        memory = _Memory(it for it in (*strided, *grads) if it.layout is torch.strided and not is_lazy(it))
+        memory = self._memory = _Memory(it for it in (*strided, *grads) if _has_storage(it))
         for tensor in self.tensors:
             if tensor.layout is not torch.strided:
                 self.undo.callback(tensor.copy_, tensor.detach().clone())
@@ -435,12 +428,10 @@ def _put_back(container: Any, saved: Any) -> None:
 def _undo_draws(value: Any) -> Callable[[], object] | None:
     """Return a function that restores a random generator of the model's own; None for anything else."""
     kind = type(value)
-    if issubclass(kind, torch.Generator):
+    if issubclass(kind, (torch.Generator, np.random.RandomState)):
         return partial(value.set_state, value.get_state())
     if kind is random.Random:
         return partial(value.setstate, value.getstate())
-    if issubclass(kind, np.random.RandomState):
-        return partial(value.set_state, value.get_state())
     if issubclass(kind, np.random.Generator):
         return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
     return None
@@ -460,6 +451,10 @@ def _put_back_header(
             tensor.grad = grad
 
 
+def _has_storage(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not is_lazy(tensor)
+
+
 class _Memory:
     """The storages of some tensors, each once, and the copies that were made of them."""
 
@@ -470,6 +465,10 @@ class _Memory:
         }
         self.nbytes = sum(flat.numel() for flat in self._flat.values())
         self._copies: dict[int, torch.Tensor] = {}
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Return True if a tensor lies in one of these storages."""
+        return _has_storage(tensor) and storage_of(tensor) in self._flat
 
     def keep_all(self, *, below: int) -> None:
         """Copy every storage of less than `below` bytes in memory."""
@@ -482,8 +481,7 @@ class _Memory:
         written = call.signature.changed
         for name, value in call.arguments() if written else ():
             for tensor in tree_tensors(value) if name in written else ():
-                storage = storage_of(tensor) if tensor.layout is torch.strided and not is_lazy(tensor) else 0
-                if storage in self._flat and storage not in self._copies:
+                if self.has(tensor) and (storage := storage_of(tensor)) not in self._copies:
                     flat = self._flat[storage]
                     copy = map_empty(flat.shape, flat.dtype).copy_(flat) if flat.is_cpu else flat.clone()
                     self._copies[storage] = copy

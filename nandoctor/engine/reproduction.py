@@ -15,7 +15,6 @@ from nandoctor.dumps.classify import is_loss, role_of
 from nandoctor.dumps.dump import Dump
 from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.dumps.tensors import comparable_values
-from nandoctor.engine.module_state import list_nonfinite_state
 from nandoctor.engine.runner import CLOSELY, MODULES_ONLY, FailingStep, Outcome, Watch
 from nandoctor.engine.user_code import NO_GRADIENT, WRONG_CALL
 from nandoctor.errors import DumpError, LossError, ModelError
@@ -221,9 +220,7 @@ def replay_from_reset(found: Replayed, preparation: Preparation) -> Replayed | N
     A plain file is saved after the forward, which may have made its own buffers non-finite by then.
     """
     step = found.step
-    buffers = {name for name, _ in step.model.named_buffers()}
-    spoilt = (name for name, is_spoilt in list_nonfinite_state(step.model).items() if is_spoilt)
-    names = tuple(name for name in spoilt if name in buffers and name not in step.built)
+    names = step.spoilt_buffers
     reset = ResetBuffers(names=names).snippet(step.model)
     if not names or reset is None:
         return None
@@ -352,13 +349,11 @@ def _replay(steps: list[FailingStep], preparation: Preparation, *, is_first: boo
 def _refuse_wrong_call(step: FailingStep) -> None:
     """Raise the error of a call that is wrong whatever the batch's values are: what is not finite explains any."""
     zeros = {name: torch.nan_to_num(it, 0, 0, 0) for name, it in step.call.batch.items() if is_dense(it)}
-    with suppress(LossError):
-        try:
-            finite = replace(step.call, batch={**step.call.batch, **zeros})
-            replace(step, call=finite).run()
-        except ModelError as error:
-            if isinstance(error.__cause__, WRONG_CALL):
-                raise
+    try:
+        replace(step, call=replace(step.call, batch={**step.call.batch, **zeros})).run()
+    except ModelError as error:
+        if isinstance(error.__cause__, WRONG_CALL) and not isinstance(error, LossError):
+            raise
 
 
 def _run(step: FailingStep, preparation: Preparation, *, backward: bool) -> Outcome:

@@ -16,17 +16,16 @@ from nandoctor.autocast.literals import recast
 from nandoctor.autocast.policy import EXACT, Policy, apply_policy, kernels_kept
 from nandoctor.dumps.recorded_format import Recorded
 from nandoctor.engine import user_code
-from nandoctor.engine.call import Batch, Call, Mode, Randomness, in_mode, recorded_backends, seeded
+from nandoctor.engine.call import Batch, Call, Mode, Randomness, in_mode, recorded_backends, seeded, this_run
 from nandoctor.engine.interventions import choose_mode, intervene, loss_in_fp32, printed_changes, select_samples
 from nandoctor.engine.module_state import (
-    NEGATIVE,
-    apart_from_state,
     copied_state,
     draw_in_fp32,
     find_outside,
     held_by,
     is_large,
     is_new,
+    is_spoilt,
     known_tensors,
     nonfinite_kinds,
     restored,
@@ -42,7 +41,7 @@ from nandoctor.evidence.formats import FloatFormat
 from nandoctor.evidence.trace import LOSS, ModuleCall, Place, TensorStats, Trace
 from nandoctor.file_memory import kept_in_files
 from nandoctor.machine import is_out_of_memory
-from nandoctor.process_wide import PerThread, Shared, collection_paused, held, patched
+from nandoctor.process_wide import Shared, collection_paused, held, patched
 from nandoctor.torch_compat import CHECKPOINT_APPLY, plain_torch
 from nandoctor.tracing.dispatch_hook import (
     Invocation,
@@ -135,6 +134,14 @@ class FailingStep:
         """The format that overflow and flushes to zero are judged against, in the reference as well."""
         return self.mode.policy.format
 
+    @property
+    def spoilt_buffers(self) -> tuple[str, ...]:
+        """The buffers of the model that hold NaN or +Inf, but for those that its own code fills so."""
+        buffers = dict(self.model.named_buffers()).keys() - self.built.keys()
+        return tuple(
+            name for name, kinds in nonfinite_kinds(self.model).items() if name in buffers and is_spoilt(kinds)
+        )
+
     def under(self, policy: Policy) -> FailingStep:
         """Return the step in another precision."""
         return replace(self, mode=replace(self.mode, policy=policy))
@@ -205,17 +212,18 @@ def _record_once(step: FailingStep, watch: Watch, grad: bool, large: bool) -> tu
             printed_changes(step.changes, step.model, step.loss),
             seeded(step.randomness, mode.device) as draws,
         ):
-            widen_tensors(state, mode.policy.wider, in_files=large)
+            widen_tensors(state.tensors, mode.policy.wider, in_files=large)
             recording = _RecordedRun(replace(step, call=replace(call, batch=batch)), watch, grad=grad, large=large)
             recording.make()
             with plain_torch():
-                output = apart_from_state(recording.output, state)
+                output = state.kept_apart(recording.output)
             drawn = draws()
         calls = with_nonfinite_state(recording.modules.calls(), recording.modules, step.model)
     error, kinds, kept = recording.raised, recording.kept, dict[str, bool]()
     if kinds:
-        before = nonfinite_before(step)
-        kept = {name: bool((now > NEGATIVE).any()) for name, now in kinds.items() if is_new(now, before.get(name))}
+        with restored(step.model), printed_changes(step.changes, step.model, step.loss):
+            before = of_model_and_loss(step, nonfinite_kinds)
+        kept = {name: is_spoilt(now) for name, now in kinds.items() if is_new(now, before.get(name))}
     return Outcome(
         trace=recording.trace(calls, kept),
         output=output,
@@ -242,18 +250,12 @@ def of_model_and_loss(step: FailingStep, read: Callable[[Any], Mapping[str, torc
     return found
 
 
-def nonfinite_before(step: FailingStep) -> dict[str, torch.Tensor]:
-    """Return which values that a step begins with are not finite, as `nonfinite_kinds` does."""
-    with restored(step.model), printed_changes(step.changes, step.model, step.loss):
-        return of_model_and_loss(step, nonfinite_kinds)
-
-
 class _RecordedRun:
     """One run with its tracers (of ops and the backward pass, if watched) and its results."""
 
     def __init__(self, step: FailingStep, watch: Watch, *, grad: bool, large: bool) -> None:
         step = replace(step, call=self._with_leaves(step.call))
-        known = [*known_tensors(step.model, step.call.batch)] if watch.ops else []
+        known = known_tensors(step.model, step.call.batch) if watch.ops else []
         self._step, self._watch, self._grad, self._large = step, watch, grad, large
         self._edits = flatten(step.changes)
         self._backward = GradientTracer(known) if watch.ops and watch.backward else None
@@ -348,7 +350,6 @@ class _RecordedRun:
                 torch.clear_autocast_cache()
                 self._has_backward = True
                 with user_code.kept_running(), torch.autocast(mode.device.type, enabled=False):
-                    scale, keep, ends_early = mode.loss_factor, watch.keep, watch.ends_early
                     outside = find_outside(self.loss, model, {**held_by(self._step.loss), **self._leaves})
                     # Training does not read the gradients by which the step differentiates itself, as by coordinates.
                     unread = (self._leaves.keys() - self._step.call.with_grad) | self._differentiated
@@ -356,9 +357,9 @@ class _RecordedRun:
                     self._bad_gradients, self.gradients = run_backward(
                         {**dict(model.named_parameters()), **self._outside},
                         self.loss,
-                        loss_scale=scale,
-                        keep=keep,
-                        ends_early=ends_early,
+                        loss_scale=mode.loss_factor,
+                        keep=watch.keep,
+                        ends_early=watch.ends_early,
                         large=self._large,
                     )
         except UnsupportedTorchError:  # of nandoctor's own, though raised inside the user's code
@@ -387,10 +388,6 @@ class _RecordedRun:
                     self.loss = user_code.compute_loss(step.loss, widen(self.output), call.batch, device=device)
 
 
-_checkpoints = PerThread(opened=False)
-"""`opened` is True while this thread's reentrant checkpoints run as plain calls."""
-
-
 @contextmanager
 def open_checkpoints() -> Iterator[None]:
     """Run this thread's reentrant checkpoints as plain calls while the context is open.
@@ -398,14 +395,14 @@ def open_checkpoints() -> Iterator[None]:
     Their backward recomputes the block in a graph of its own, and would show all of it as one CheckpointFunction.
     A block without an input that needs a gradient is left alone: the checkpoint gives it none.
     """
-    with held((_checkpoints, "opened", True)), _checkpoint_patch:
+    with held((this_run, "opens_checkpoints", True)), _checkpoint_patch:
         yield
 
 
 def _apply_opened(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         needs_gradient = any(isinstance(argument, torch.Tensor) and argument.requires_grad for argument in args)
-        if needs_gradient and _checkpoints.opened:
+        if needs_gradient and this_run.opens_checkpoints:
             return function(*args)
         return checkpoint(function, preserve_rng_state, *args)
 

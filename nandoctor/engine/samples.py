@@ -19,7 +19,7 @@ from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.engine.call import Call
 from nandoctor.engine.module_state import EndedEarly
 from nandoctor.engine.runner import FailingStep, Watch
-from nandoctor.errors import LossError, ModelError
+from nandoctor.errors import ModelError
 from nandoctor.evidence.edits import OpSite, SingleEdit
 from nandoctor.evidence.report import Origin
 from nandoctor.evidence.trace import Place, Trace
@@ -103,12 +103,15 @@ def find_guilty(step: FailingStep, flagged: tuple[int, ...], symptom: Symptom) -
     if size is None or size < 2:
         return None if size is None else tuple(range(size))
     runs = _Runs(step, symptom, size)
-    with suppress(_InDoubtError, ModelError, LossError):
+    with suppress(_InDoubtError, ModelError):
         found = flagged if flagged and runs.confirm(flagged) else runs.narrow(tuple(range(size)))
         healthy = tuple(sample for sample in range(size) if sample not in found)
         # If only some rows are non-finite whichever samples are there, it is their place that makes them so.
         is_of_place = not healthy and 0 < len(flagged) < min(size, MAX_SAMPLES_LISTED)
-        return found if not is_of_place and _are_samples(step, runs.fill(_spread(healthy))) else None
+        # If rows may be time steps, two healthy ones tell.
+        rows = runs.fill(_spread(healthy))
+        are_samples = not step.call.may_be_time_first or (len(set(rows)) > 1 and _stand_alone(step, rows))
+        return found if are_samples and not is_of_place else None
     return None
 
 
@@ -124,21 +127,17 @@ class _Runs:
 
     def fails(self, samples: tuple[int, ...]) -> bool:
         """Return True if the step fails with these samples alone."""
-        if samples not in self._known:
-            self._known[samples] = self._run(samples)
+        while samples not in self._known:
+            if not self._left:
+                raise _InDoubtError
+            self._left -= 1
+            try:
+                self._known[samples] = self._symptom.shows(self._step, KeepSamples(samples=self.fill(samples)))
+            except ModelError:
+                if self._is_whole:
+                    raise
+                self._is_whole = True
         return self._known[samples]
-
-    def _run(self, samples: tuple[int, ...]) -> bool:
-        if not self._left:
-            raise _InDoubtError
-        self._left -= 1
-        try:
-            return self._symptom.shows(self._step, KeepSamples(samples=self.fill(samples)))
-        except ModelError:
-            if self._is_whole:
-                raise
-        self._is_whole = True
-        return self._run(samples)
 
     def fill(self, samples: tuple[int, ...]) -> tuple[int, ...]:
         """Return a batch of the samples that the model takes: the variance over one is 0, or the size may be fixed."""
@@ -192,16 +191,11 @@ def _spread(samples: Sequence[int]) -> tuple[int, ...]:
     return tuple(samples[round(i * (len(samples) - 1) / max(count - 1, 1))] for i in range(count))
 
 
-def _are_samples(step: FailingStep, healthy: tuple[int, ...]) -> bool:
-    """Return False if rows may be time steps: what a sample gives depends neither on its place nor on the others.
-
-    It takes two healthy rows to tell.
-    """
-    return not step.call.may_be_time_first or (len(set(healthy)) > 1 and _stand_alone(step, healthy))
-
-
 def _stand_alone(step: FailingStep, samples: tuple[int, ...]) -> bool:
-    """Return True if the output moves with a batch that is moved by one sample; False if it shows no difference."""
+    """Return True if the output moves with a batch that is moved by one sample; False if it shows no difference.
+
+    Then what a sample gives depends neither on its place nor on the others.
+    """
     # In eval mode there is no dropout, and no BatchNorm that mixes samples.
     calm = replace(step, mode=replace(step.mode, training=False))
     first, second = (
@@ -311,7 +305,7 @@ def trace_without(
     step: FailingStep, sites: Iterable[OpSite], policy: Policy | None = None, watch: Watch = _CLOSER
 ) -> Trace | None:
     """Return the trace of a run in which all that these ops make is finite; None if it cannot be run."""
-    with suppress(ModelError, LossError):
+    with suppress(ModelError):
         return step.run(policy, watch, [_MakeFinite(site=site) for site in sites]).trace
     return None
 
@@ -329,6 +323,6 @@ def is_read(step: FailingStep, name: str) -> bool:
     emptied = replace(step, call=replace(step.call, batch={**batch, name: empty}))
     try:
         made, without = (it.run(watch=_OF_SAMPLES).trace for it in (step, emptied))
-    except (ModelError, LossError):
+    except ModelError:
         return True
     return without.raised is not None or (made.output, made.loss) != (without.output, without.loss)

@@ -17,7 +17,6 @@ from nandoctor.changes.places import ancestors, descendants, singular_inputs, si
 from nandoctor.changes.setting import UseFormat
 from nandoctor.changes.state import ResetBuffers
 from nandoctor.diagnosis.conclusion import Conclusion, Findings, Suspect
-from nandoctor.engine.module_state import list_nonfinite_state
 from nandoctor.evidence.edits import Edit, FixCost, OpSite, SingleEdit, Together, flatten
 from nandoctor.evidence.formats import BF16, FP16, FP32, FP64, FloatFormat
 from nandoctor.evidence.report import Counterfactual, StepSetting
@@ -48,9 +47,7 @@ def propose(findings: Findings, trials: Trials) -> Iterator[Candidate]:
     """Yield the changes worth trying, by the verdict."""
     leads = distinct_leads(findings.conclusion, trials.step.model)
     if findings.verdict == "state":
-        buffers = dict(trials.step.model.named_buffers()).keys() - trials.step.built.keys()
-        state = list_nonfinite_state(trials.step.model)
-        names = tuple(name for name, is_broken in state.items() if is_broken and name in buffers)
+        names = trials.step.spoilt_buffers
         yield (ResetBuffers(names=names),) if names else ()
     if findings.verdict == "input":
         yield from _unread(findings.trace, trials)

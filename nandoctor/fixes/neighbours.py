@@ -15,7 +15,7 @@ from torch import nn
 
 from nandoctor.changes.running_op import RunningOp, is_tensor
 from nandoctor.dumps.stored_tensor import is_dense
-from nandoctor.engine.module_state import is_code, known_tensors
+from nandoctor.engine.module_state import is_code, state_of
 from nandoctor.engine.reproduction import is_flags
 from nandoctor.engine.runner import FailingStep
 from nandoctor.evidence.edits import Edit, OpSite, SingleEdit
@@ -38,7 +38,7 @@ def are_numbers(value: torch.Tensor) -> bool:
 
 def forward_beside(step: FailingStep, shifts: Tensors, batch: Tensors) -> Any:
     """Run the forward with moved weights, buffers and attributes; every run puts back the model's state."""
-    for _, name, tensor in known_tensors(step.model, {}):
+    for _, name, tensor in state_of(step.model):
         if name in shifts.keys() - step.call.batch:
             tensor.data = tensor.data + shifts[name]
     return step.call.forward(batch)
@@ -116,7 +116,7 @@ class _Move(SingleEdit):
 
 def forward_elsewhere(step: FailingStep, apart: bool, batch: Tensors) -> Any:
     """Run the forward with other weights, buffers, attributes and numbers; every run puts back the model's state."""
-    for _, name, tensor in known_tensors(step.model, {}):
+    for _, name, tensor in state_of(step.model):
         if are_numbers(tensor) and tensor.is_floating_point():
             tensor.data = times_factor(name, tensor.data, apart=apart)
     with ExitStack() as undo:
