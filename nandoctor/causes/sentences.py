@@ -112,11 +112,11 @@ def explain_overflow(finding: Finding, made_by: str, evidence: Sequence[Evidence
     if size is not None and not low.holds(size):
         beyond = f"{excess(size, low.max)} what {low} can hold ({number(low.max)})"
         text = f"the largest exact value is {number(size, unlike=low.max)}, {beyond}"
-    bad = f"{part_of(num_bad, finding.analysis.numel, 'element')} {are(num_bad)} non-finite"
+    share = f"{part_of(num_bad, finding.analysis.numel, 'element')} {are(num_bad)} non-finite"
     return Account(
         headline=f"{subject(finding.op)} {reached}{then}",
         explanation=f"{made_by} {reached}{then}.",
-        evidence=(Evidence("would_be", size, text), Evidence("num_bad", num_bad, bad), *evidence),
+        evidence=(Evidence("would_be", size, text), Evidence("num_bad", num_bad, share), *evidence),
     )
 
 
