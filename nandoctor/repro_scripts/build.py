@@ -22,6 +22,7 @@ import torch
 
 from nandoctor import __version__
 from nandoctor.autocast.policy import torch_dtype
+from nandoctor.diagnosis.growth import key_of
 from nandoctor.engine.runner import FailingStep, Watch
 from nandoctor.errors import NanDoctorError
 from nandoctor.evidence.report import NOTHING_FOUND, Origin, Report
@@ -99,9 +100,8 @@ def _facts(report: Report, failure: Failure) -> Iterator[tuple[str, str]]:
 def run_afresh(script: str) -> str | None:
     """Run the script in a new process; return the last line of its error output, None if it succeeds."""
     done = subprocess.run([sys.executable, "-P", "-"], input=script.encode(), capture_output=True, check=False)
-    if done.returncode == 0:
-        return None
-    return next(iter(done.stderr.decode("utf-8", "replace").splitlines()[-1:]), f"exit status {done.returncode}")
+    said = done.stderr.decode("utf-8", "replace").splitlines() or [f"exit status {done.returncode}"]
+    return said[-1] if done.returncode else None
 
 
 _GRADIENT = "grad"
@@ -117,7 +117,7 @@ def _extract_op(step: FailingStep, origin: Origin) -> Program:
 
     Raise NanDoctorError if the op took tensors that cannot be written as literals, such as sparse or complex ones.
     """
-    key, backward = (*origin.place.key, origin.op, origin.nth), origin.phase == "backward"
+    key, backward = key_of(origin), origin.phase == "backward"
     found: list[tuple[Program, Invocation, list[torch.Tensor]]] = []
     refused: list[NanDoctorError] = []
     gradients: dict[int, torch.Tensor] = {}  # the first that comes back, by the index of its result
