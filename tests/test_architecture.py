@@ -34,7 +34,7 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 34_835, "tests": 29_569, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 34_836, "tests": 29_569, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 3_005,
@@ -47,7 +47,7 @@ MAX_LINES_OF_ROOMS = {
     "dumps": 3_213,
     "engine": 3_004,
     "evidence": 1_698,
-    "fixes": 4_086,
+    "fixes": 4_087,
     "fleet": 667,
     "repro_scripts": 569,
     "step": 3_145,
