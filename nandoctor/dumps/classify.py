@@ -430,11 +430,11 @@ class SecondMoment:
     "". `eps` is what the optimizer adds to the root, in the format of `values`. `decay` is the mean's, 0 for a sum.
     """
 
-    index: int
+    index: int = 0
     name: str
     eps: float
     values: torch.Tensor
-    decay: float
+    decay: float = 0.0
 
 
 def read_second_moments(state: object, groups: object) -> tuple[SecondMoment, ...]:
