@@ -91,6 +91,18 @@ for is_known, kinds in ((False, UNKNOWN), (True, KNOWN)):
         rows("precision", batch, forward, name=name, samples=(HOT,) if is_known else None, **options)(net)
 
 
+def seen(self, turn, move):
+    return self.end(self.entry(turn.ravel()[:8] + move[1]))[:, None]
+
+
+def keeps_the_order(report):
+    return all(it.status == "not-checked" for it in report.fixes[0].checks if it.name == "samples in another order")
+
+
+CAMERA = {"name": "a camera and no batch", "samples": None, "fix": "verified *", "holds": keeps_the_order}
+rows("precision", {"turn": hot(3, 3), "move": normal(3)}, seen, loss=mean_square, **CAMERA)(net)
+
+
 def contrastive(output, label):
     alike = torch.eq(label[:, None], label).float() - torch.eye(len(label))
     return -((torch.log_softmax(output.float() @ output.float().T, 1) * alike).sum(1) / alike.sum(1)).mean()
