@@ -131,15 +131,16 @@ def saved_outputs(
 ) -> list[str]:
     """Return the names of the arrays that are saved outputs, the one to compare with first.
 
-    `key` is the user's choice. Otherwise arrays are recognized by name, non-finite ones first. Failing that, any
+    `key` is the user's choice. Otherwise arrays are recognized by name, non-finite ones first, then those that the
+    user's functions do not `read`. Failing that, any
     non-finite floating-point array of no known role counts, since a training script saves its dump because of it. An
-    array whose name the model has `taken` is no output, nor is one of no known role that the user's functions `read`.
+    array whose name the model has `taken` is no output, nor is one of no known role that is read.
 
     Raises:
         DumpError: `key` names no array, and there is no saved output that it could be a field of.
     """
     named = [name for name in arrays if role_of(name) == "output" and name not in taken]
-    named.sort(key=lambda name: all_finite(arrays[name]))
+    named.sort(key=lambda name: (all_finite(arrays[name]), name in read))
     if key is not None and key in arrays:
         return [key, *(name for name in named if name != key)]
     if named:

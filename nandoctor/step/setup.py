@@ -89,12 +89,12 @@ def prepare(dump: Dump, settings: Settings, progress: Progress = lambda *_: None
         weight_notes = _load_weights(code.model, dump, settings, device)
         outputs = find_outputs(dump, code.model, settings, code.call, code.loss)
         batch = read_batch(dump, code.model, outputs.names, device)
-        version = minor_version(dump.recorded.torch) or TORCH
-        policies = [replace(policy, torch=version) for policy in choose_policies(dump, settings, outputs.array)]
         bindings = _find_bindings(dump, code, batch, settings)
-        steps = [_make_step(binding, dump, code, batch, settings, policies[0]) for binding in bindings]
-        taken = frozenset(name for step in steps for name in step.call.used)  # so they are no saved output
+        taken = frozenset(name for binding in bindings for name in binding.arrays)  # so they are no saved output
         outputs = _with_unclaimed(outputs, dump, code, bindings[0], taken)
+        version = minor_version(dump.recorded.torch) or TORCH
+        policies = [replace(policy, torch=version) for policy in choose_policies(dump, settings, outputs.telling)]
+        steps = [_make_step(binding, dump, code, batch, settings, policies[0]) for binding in bindings]
     modes: tuple[bool, ...] = (True, False)
     if settings.mode is not None:
         modes = (settings.mode == "train",)
