@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import pkgutil
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial, reduce
 from operator import attrgetter, or_
 from types import SimpleNamespace
@@ -308,6 +309,12 @@ def find_compiler() -> object:
     found = frames.set_eval_frame(None)
     frames.set_eval_frame(found)
     return found
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Return a context in which compiled code runs eagerly: a graph would skip hooks, or be traced through them."""
+    is_compiling = "torch._dynamo" in sys.modules  # else nothing is compiled, and importing it takes seconds
+    return torch.compiler.set_stance("force_eager") if is_compiling else nullcontext()
 
 
 def outside_transforms() -> AbstractContextManager[None]:

@@ -42,7 +42,7 @@ from nandoctor.evidence.trace import LOSS, ModuleCall, Place, TensorStats, Trace
 from nandoctor.file_memory import kept_in_files
 from nandoctor.machine import is_out_of_memory
 from nandoctor.process_wide import Shared, collection_paused, held, patched
-from nandoctor.torch_compat import CHECKPOINT_APPLY, plain_torch
+from nandoctor.torch_compat import CHECKPOINT_APPLY, plain_torch, uncompiled
 from nandoctor.tracing.dispatch_hook import (
     Invocation,
     Proceed,
@@ -170,7 +170,7 @@ class FailingStep:
         step = replace(self if policy is None else self.under(policy), changes=(*self.changes, *changes))
         self.progress.begin(f"{watch.stage} {_STAGES.get(step.mode.policy.label, 'under autocast')}")
         step = replace(step, mode=choose_mode(flatten(step.changes), step.mode))
-        with self.project.running():
+        with self.project.running(), uncompiled():
             outcome = _run(step, watch)
         self.progress.end(sum(call.leave is not None for call in outcome.trace.calls))
         return outcome

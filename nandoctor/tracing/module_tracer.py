@@ -45,8 +45,7 @@ class Tracer:
     """A context in which every call of every module of `model` is recorded.
 
     `on_call` gets the number of returned calls after each. `ops` knows which traced op made a tensor, and what was read
-    of it there. A shared module goes by its first name. Compiled code runs eagerly meanwhile: a graph would skip the
-    hooks, or be traced through them.
+    of it there. A shared module goes by its first name.
     """
 
     def __init__(
@@ -71,8 +70,6 @@ class Tracer:
 
     def __enter__(self) -> Tracer:
         with ExitStack() as hooks:
-            if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes seconds
-                hooks.enter_context(torch.compiler.set_stance("force_eager"))
             for name, module in self._model.named_modules():
                 # A ScriptModule refuses hooks, which its graph could not keep; Module's own methods add them for calls
                 # from Python. Ours comes first: what other hooks compute (spectral norm) is in the call.

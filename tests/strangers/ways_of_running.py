@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from strangers.rows import Rows
-from strangers.visits import Between, normal
+from strangers.visits import Between, mean_square, normal
 
 rows = Rows()
 THREE, FOUR, LOUD = {"x": normal(3, 8)}, {"x": normal(4, 8)}, {"x": 1e3 * normal(3, 8)}
@@ -65,6 +65,20 @@ class Square(nn.Module):
 @rows("precision middle._orig_mod mul elementwise-overflow", LOUD, line="return x * x")
 def block_under_torch_compile():
     return Between(torch.compile(Square(), backend="eager"))
+
+
+def never(graph, inputs):
+    raise AssertionError("a replay compiles nothing, in no run and in no backward pass")
+
+
+@torch.compile(backend=never)
+def gated(x):
+    return x * x
+
+
+@rows.between(MUL, LOUD, line="return x * x", loss=mean_square, fix="verified *")
+def recomputed_and_compiled(x):
+    return checkpoint(gated, x, use_reentrant=False)
 
 
 @rows("precision 0 mul elementwise-overflow", THREE, line="register_forward_hook")
