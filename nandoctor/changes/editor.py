@@ -119,6 +119,13 @@ class Editor:
                 raise CannotWriteError
             self._lines[statement].before += texts[1:]
 
+    def put_first(self, function: ast.FunctionDef | ast.AsyncFunctionDef, text: str) -> None:
+        """Put a statement where a function begins; raises CannotWriteError if its first one shares a line."""
+        first = next((it for it in function.body if not _must_come_first(it)), function.body[0])
+        if not self.tree.stands_alone(first):
+            raise CannotWriteError
+        self._lines[first].before.append(text)
+
     def wrap(self, statement: ast.stmt, header: str) -> None:
         """Put a statement into the block of a `with` statement, that of the statement before it if it is the same."""
         self._lines[statement].header = header

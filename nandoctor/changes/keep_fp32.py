@@ -6,6 +6,7 @@ import ast
 import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import groupby
 from typing import Any, ClassVar, Literal
 
 from nandoctor.changes.editor import Editor
@@ -18,7 +19,7 @@ from nandoctor.evidence.edits import OpSite, SingleEdit, Snippet, kind_of_change
 from nandoctor.evidence.formats import FP32, FloatFormat
 from nandoctor.evidence.trace import LOSS, OpCall, SourceLine
 from nandoctor.ops import CASTS, PRODUCTS
-from nandoctor.text import file_name, join_words
+from nandoctor.text import file_line, file_name, join_words
 
 _CALLS = (ast.Call, ast.MatMult)
 """What may refuse tensors of two formats outside of autocast."""
@@ -154,8 +155,8 @@ class KeepLines(SingleEdit):
 
     @property
     def title(self) -> str:
-        numbers = join_words([str(line.line) for line in self.lines])
-        where = f"line{'s' * (len(self.lines) > 1)} {numbers} of {file_name(self.lines[0].file)}"
+        by_file = groupby(self.lines, lambda line: line.file)
+        where = " and ".join(_name_lines(file, [line.line for line in lines]) for file, lines in by_file)
         return f"Compute {where} in {self.format}{'' if self.off_autocast else ', and cast the result back'}"
 
     def write(self, source: SourceWriter) -> None:
@@ -179,6 +180,55 @@ class KeepLines(SingleEdit):
                 _cast_result(change, statement, _cast_back(change, of_line, names))
             names_in = (node for node in ast.walk(statement) if isinstance(node, ast.Name))
             made |= {node.id for node in names_in if isinstance(node.ctx, ast.Store)}
+
+
+def _name_lines(file: str, lines: Sequence[int]) -> str:
+    return f"line{'s' * (len(lines) > 1)} {join_words(list(map(str, lines)))} of {file_name(file)}"
+
+
+@kind_of_change
+class KeepFunction(SingleEdit):
+    """Run the function around a line in fp32, as far as autocast lets it: its tensors are widened where it begins."""
+
+    size: ClassVar[int] = 3
+    only_widens: ClassVar[bool] = True
+    is_text_alone: ClassVar[bool] = True
+
+    kind: Literal["keep-function"] = "keep-function"
+    lines: tuple[SourceLine]
+
+    @property
+    def title(self) -> str:
+        (line,) = self.lines
+        return f"Give the function of {file_line(line.file, line.line)} its tensors in fp32"
+
+    def write(self, source: SourceWriter) -> None:
+        """Cast the parameters that ops of the function read. Raises CannotWriteError if there are none."""
+        (line,) = self.lines
+        change = source.file(line.file)
+        statement = change.tree.statement_at(line.line)
+        function = change.tree.function_of(statement) if statement is not None else None
+        if function is None:
+            raise CannotWriteError
+        called = [Expression(change, node, op) for node, op in change.calls(source.ops)]
+        inside = (it for it in called if change.tree.function_of(it.node) is function)
+        read = {change.tree.code(_whole(node)) for expression in inside for node in expression.tensors()}
+        names = [it.arg for it in (*function.args.posonlyargs, *function.args.args) if it.arg in read]
+        if not names:
+            raise CannotWriteError
+        wide = ", ".join(f"{name}.float()" for name in names)
+        change.put_first(function, f"{', '.join(names)} = {wide}")
+
+
+def _whole(node: ast.expr) -> ast.expr:
+    """Return the tensor that an expression is a part of: `boxes` for `boxes[:, 2]`."""
+    return _whole(node.value) if isinstance(node, ast.Subscript) and not _is_item(node) else node
+
+
+def _is_item(node: ast.expr) -> bool:
+    """Return True for an item of a dict, as `batch["x"]`."""
+    key = node.slice if isinstance(node, ast.Subscript) else None
+    return isinstance(key, ast.Constant) and isinstance(key.value, str)
 
 
 def _cast_back(change: Editor, ops: Sequence[OpCall], names: Collection[ast.expr]) -> str:
@@ -243,9 +293,7 @@ def _tensors_read(called: Iterable[Expression], *, items: bool) -> set[ast.expr]
     cast = set[ast.expr]()
     for expression in called:
         for node in expression.tensors():
-            key = node.slice if items and isinstance(node, ast.Subscript) else None
-            is_item = isinstance(key, ast.Constant) and isinstance(key.value, str)
-            is_named = isinstance(node, ast.Name | ast.Attribute) or is_item
+            is_named = isinstance(node, ast.Name | ast.Attribute) or (items and _is_item(node))
             if is_named and node is not _written_by(expression.node):
                 cast.add(node)
     return {node for node in cast if cast.isdisjoint([*ast.walk(node)][1:])}  # of `x.mT`, x is enough

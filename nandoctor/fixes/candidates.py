@@ -12,7 +12,7 @@ from torch import nn
 from nandoctor.causes.base import Candidate
 from nandoctor.changes.batch import KeepSamples
 from nandoctor.changes.clamp import ClampArgument
-from nandoctor.changes.keep_fp32 import KeepLines, KeepModule, KeepOp
+from nandoctor.changes.keep_fp32 import KeepFunction, KeepLines, KeepModule, KeepOp
 from nandoctor.changes.places import ancestors, descendants, singular_inputs, site_of
 from nandoctor.changes.setting import UseFormat
 from nandoctor.changes.state import ResetBuffers
@@ -61,8 +61,8 @@ def propose(findings: Findings, trials: Trials) -> Iterator[Candidate]:
                 yield from _in_fp32(leads[0], findings, trials)
         elif 1 < len(leads) <= MAX_LEADS:
             yield from together([[*lead.suggestions, *_op_in_fp32(lead, trials.step.model)] for lead in leads])
-        if trials.step.loss is not None and any(lead.site.module == LOSS for lead in leads):
-            yield (KeepModule(module=LOSS),)
+        in_loss = (lead.site.source for lead in leads if lead.site.module == LOSS)
+        yield from ((KeepFunction(lines=(source.whole,)),) for source in in_loss if source is not None)
 
 
 def distinct_leads(conclusion: Conclusion, model: nn.Module) -> list[Suspect]:
@@ -286,8 +286,8 @@ def is_low(op: OpCall) -> bool:
 
 
 def is_below(path: str, ancestor: str) -> bool:
-    """Return True if a module is `ancestor` or inside it."""
-    return not ancestor or path == ancestor or path.startswith(f"{ancestor}.")
+    """Return True if a module is `ancestor` or inside it; the loss is in none."""
+    return path == ancestor or (path != LOSS and (not ancestor or path.startswith(f"{ancestor}.")))
 
 
 _NUM_BYTES = {FP16: 2, BF16: 2, FP64: 8}

@@ -123,7 +123,8 @@ def _is_only_upstream(edit: Edit, findings: Findings) -> bool:
     singles = flatten((edit,))
     modules = {single.module for single in singles if isinstance(single, KeepModule)}
     modules |= {single.site.module for single in singles if isinstance(single, KeepOp)}
-    return only_widens(edit) and not any(is_below(path, module) for path in blamed for module in modules)
+    reaches = any(is_below(path, module) for path in blamed for module in modules)
+    return only_widens(edit) and bool(modules) and not reaches
 
 
 def _fix_optimizer(report: Report, step: FailingStep, findings: Findings, budget: TrialBudget) -> Report:

@@ -1,5 +1,7 @@
 """Fixes at a line of the loss function, and of the batch where nothing else helps."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from projects import added
@@ -47,6 +49,13 @@ x = self.embed(ids)
 scores = (x @ x.mT).masked_fill((ids == 0)[:, None], float("-inf"))
 return scores.softmax(-1) @ x
 """
+OVERLAP = """
+
+def distance(output, target):
+    both = torch.min(output, target)
+    common, ours, theirs = both[:, 0] * both[:, 1], output[:, 0] * output[:, 1], target[:, 0] * target[:, 1]
+    return 1 - common / (ours + theirs - common)
+"""
 NEXT_WORD = """
 return F.cross_entropy(output[:, :-1].flatten(0, 1), batch["ids"][:, 1:].flatten(), ignore_index=0)
 """
@@ -89,9 +98,22 @@ def test_every_line_of_a_loss_that_overflows_is_widened(replay_step, project):
     batch = {"image": torch.randn(16, 6), "text": torch.randn(16, 5)}
     layers = "self.image, self.text = nn.Linear(6, 4), nn.Linear(5, 4)"
     fixes = replay_step(TOWERS, batch, layers=layers, loss=BOTH_WAYS).fixes
-    fix = next(fix for fix in fixes if fix.verified and "cross_entropy" in fix.patch)
+    assert added(fixes[0]) == ["output = output.float()"]
+    fix = next(fix for fix in fixes if fix.verified and "rows =" in added(fix)[0])
     assert added(fix) == ["rows = F.cross_entropy(output.float(), pairs)", "output.T.float(),"]
     assert project.verdict_with(fix) == "healthy"
+
+
+def test_a_function_of_a_loss_is_given_its_tensors_in_fp32(project):
+    """Three areas overflow: one line where the function begins is less than a change of each, or the model in fp32."""
+    loss = 'return distance(output, batch["target"].half()).mean()'
+    project.write("return 300 + self.lift(x)", layers="self.lift = nn.Linear(6, 2)", loss=loss)
+    with Path("net.py").open("a") as file:
+        file.write(OVERLAP)
+    project.save(x=torch.randn(4, 6), target=200.0 + 300.0 * torch.rand(4, 2))
+    (fix, *_) = project.replay().fixes
+    assert added(fix) == ["output, target = output.float(), target.float()"]
+    assert (fix.verified, project.verdict_with(fix)) == (True, "healthy")
 
 
 def test_a_loss_without_a_label_left_does_not_refuse_a_fix(replay_step):
