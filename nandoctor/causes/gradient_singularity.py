@@ -89,6 +89,8 @@ def suggest(finding: GradientFinding) -> Iterator[Candidate]:
     taken = forward.inputs
     if len(taken) > 1:
         taken = tuple(it for it in taken if it.stats is not None and 0 in (it.stats.min, it.stats.max))
+    if len(forward.outputs) > 1:  # as of a matrix's eigenvectors, which no single element makes singular
+        taken = ()
     names = ["other"] if forward.op in _OF_TWO else [it.name for it in taken]
     yield (*clamp_into_domain(forward), *guards) or tuple(
         edit for name in names for edit in off_zero_candidate(forward, name, signed=True)

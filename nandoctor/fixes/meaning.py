@@ -103,7 +103,7 @@ class Meaning:
             return None
         found, too_large = None, 1.0
         for factor in _FACTORS:
-            trials = self._with_inputs(factor)
+            trials = self.with_inputs(factor)
             if trials is None:
                 return None
             if trials.exact().values_finite and (found is None or trials.exact().finite):
@@ -115,14 +115,14 @@ class Meaning:
             if found is None or not found[1].reference().finite:
                 return found
             factor = math.sqrt(found[0] * too_large)
-            trials = self._with_inputs(factor)
+            trials = self.with_inputs(factor)
             if trials is not None and trials.exact().finite:
                 found = factor, trials
             else:
                 too_large = factor
         return None  # where fp32 is finite too, such inputs show nothing of the failure
 
-    def _with_inputs(self, factor: float) -> Trials | None:
+    def with_inputs(self, factor: float) -> Trials | None:
         """Return trials with the inputs, and all else in the batch behind the failing ops, multiplied by a factor."""
         step = self.trials.step
         call = scaled(step.call, step.call.used | self.behind, factor)
@@ -261,7 +261,8 @@ class Meaning:
         them, smaller inputs may show that only float64's range is too small.
         """
         sources = {site.source for single in flatten((edit,)) for site in single.sites}
-        if sources and self.by_hand.issuperset(sources) and _with_other_numbers(edit) != edit:
+        is_by_hand = bool(sources) and self.by_hand.issuperset(sources) and not self.trials.sound_reference(()).finite
+        if is_by_hand and _with_other_numbers(edit) != edit:
             return "a number is put into a hand-written backward, and what that should give is not known"
         if not self.trials.numerics or not made.values:
             return None
@@ -299,10 +300,13 @@ class Meaning:
         return None
 
     def _describe_shown(self, edit: Edit) -> str | None:
-        """Describe a gradient that depends on the number that an edit puts for an infinity, and for nothing else."""
+        """Describe a gradient that depends on the number that an edit puts where the formula has none.
+
+        The mean of no elements as one more summand of a loss moves no gradient: nothing is trained by it.
+        """
         other, clamps = _with_other_numbers(edit), [it for it in flatten((edit,)) if isinstance(it, ClampArgument)]
         is_other = other != edit and not any(clamp.keeps_sign for clamp in clamps)
-        if not (self.meets_infinity and is_other) or self.smaller is not None:
+        if not is_other or self.smaller is not None:
             return None
         errors = gradient_errors(*(self.trials.exact(one) for one in (edit, other)))
         name = next((name for name, off in errors.items() if off > TOLERANCE), None)

@@ -52,6 +52,8 @@ _COARSER_IN_BF16 = 8
 """The ratio of rounding errors: bf16 has 8 bits and fp16 has 11."""
 _AS_FP32 = Said("passed", "finite wherever fp32 is")
 
+_UNEVEN = (0.3, 0.7, 1.3)
+"""Factors of the inputs that keep zeros and equal numbers, but round otherwise, as powers of two do not."""
 _DILUTED = 4
 """So many times as many other samples may hide the gradients of one: 10 % of all are let through."""
 
@@ -293,7 +295,14 @@ def _judge_limit(proof: Proof) -> Said | None:
         return Said("failed", sentence, replaces=sentence)
     if meaning.has_limit:
         return Said("passed", "the change gives the formula's limit")
-    return Said("not-checked", "no limit of the formula was found") if is_singular else None
+    if not is_singular:
+        return None
+    for factor in _UNEVEN:
+        elsewhere = meaning.with_inputs(factor)
+        made = elsewhere.run(proof.change) if elsewhere is not None else proof.made
+        if made.ran and not made.finite:
+            return Said("failed", f"no limit was found, and with inputs of {factor} times the size it fails again")
+    return Said("not-checked", "no limit of the formula was found")
 
 
 def _describe_diluted(proof: Proof) -> str | None:
@@ -456,13 +465,16 @@ def _judge_on(proof: Proof, varied: Trials | None) -> Said:
 
 
 def _run_on(proof: Proof, varied: Trials | None) -> Said:
-    """Check only that the varied step is finite: there it may magnify fp16's rounding."""
+    """Check that the varied step is finite: it may magnify fp16's rounding. Where an Inf vanished, values count too."""
     if varied is None:
         return Said("not-checked", "the step has no such variation")
     made, lowered = run_lowered(varied, proof.change, proof.scale)
     if made.finite:
         if (made_up := proof.verifier.gradients.tell_made_up(made)) is not None:
             return Said("failed", f"gradients are {made_up}")
+        off = compare_runs(made, varied.reference()) if made.may_hide else None
+        if off is not None and off.finite and off.max_rel_err > FP32_ERROR:
+            return Said("failed", f"the output is {percent(off.max_rel_err)} off fp32: NaN or Inf is made on the way")
         # There may be no gradients, and a made-up loss has no value.
         parts = ["output", *(["loss"] if "loss" in made.values else []), *(["gradients"] if made.gradients else [])]
         at = "" if lowered is None else f", at loss scale {number(lowered)}"

@@ -26,10 +26,8 @@ _NOISE = 1e-3
 
 
 def _in_another_order(call: Call) -> Call | None:
-    if not all(map(is_dense, call.taken.values())):
-        return None  # a sparse array has no samples to move
-    moved = {name: value.roll(1, 0) for name, value in call.batch.items() if is_dense(value) and value.dim()}
-    return replace(call, batch={**call.batch, **moved})
+    size = call.sample_count
+    return None if size is None else call.on_samples([size - 1, *range(size - 1)])
 
 
 def _with_noise(value: torch.Tensor) -> torch.Tensor:
@@ -52,13 +50,14 @@ def _changed(call: Call, names: frozenset[str], change: Callable[[torch.Tensor],
     return replace(call, batch={**call.batch, **changed}) if changed else None
 
 
-VARIATIONS: Mapping[str, Callable[[Call], Call | None]] = {
-    "samples in another order": _in_another_order,
-    "small noise on the inputs": lambda call: _changed(call, call.used, _with_noise),
-    "inputs halved": lambda call: scaled(call, call.used, 0.5),
-    "inputs doubled": lambda call: scaled(call, call.used, 2.0),
+VARIATIONS: Mapping[str, Callable[[Call, frozenset[str]], Call | None]] = {
+    "samples in another order": lambda call, _: _in_another_order(call),
+    "small noise on the inputs": lambda call, _: _changed(call, call.used, _with_noise),
+    "inputs halved": lambda call, sizes: scaled(call, sizes, 0.5),
+    "inputs doubled": lambda call, sizes: scaled(call, sizes, 2.0),
 }
-"""By name, functions that return a call for which a fix has to work as well, or None if this one has no such one."""
+"""By name, functions that return a call for which a fix has to work as well, or None if this one has no such one; they
+are given the names of the arrays that may be scaled."""
 OTHER_SEED = "other seed"
 NEARLY_THE_SAME = ("samples in another order", "small noise on the inputs", OTHER_SEED)
 """Those that hardly change the values; they are combined in one run, and with each of the others."""
@@ -183,7 +182,9 @@ class OtherBatches:
                 seed = (step.randomness.seed or 0) + 1
                 varied = step.varied(training=step.mode.training, seed=seed) if self.random else None
             else:
-                call = VARIATIONS[name](step.call)
+                # A loss may overflow by its targets; where fp32 fails too, larger ones may be outside of its domain.
+                sizes = step.call.used if self.trials.numerics else frozenset(step.call.batch)
+                call = VARIATIONS[name](step.call, sizes)
                 varied = replace(step, call=call) if call is not None else None
             if varied is None:
                 return None

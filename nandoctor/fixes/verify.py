@@ -342,7 +342,7 @@ class Trials:
             backward=self.backward,
             keep=self.backward,
             worth_backward=partial(self._may_pass, edits),
-            look=look if edits and policy is None and not self.is_another else None,
+            look=look if edits and policy is None else None,
         )
         # Warnings are ignored: they are about a batch or a format that the code never ran with.
         with warnings.catch_warnings(action="ignore"):

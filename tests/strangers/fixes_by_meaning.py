@@ -530,3 +530,46 @@ class Turned(nn.Module):
         norm = unit[1:].norm(dim=-1, keepdim=True).clamp(min=1e-8)
         twist = unit[1:] * torch.acos(unit[:1].clamp(-1.0, 1.0)) / norm
         return x + 2 * torch.linalg.cross(twist.expand_as(x), x)
+
+
+# --- nothing to average, as one more summand or in a difference; eigenvectors that a number put for a zero tells apart
+
+
+def margin(output, _batch):
+    clicked = torch.tensor([[True, False] * 4, [False] * 8, [True] * 4 + [False] * 4, [False, True] * 4])
+    pairs = [(row[mask].mean(), row[~mask].mean()) for row, mask in zip(output, clicked, strict=True)]
+    return -torch.stack([F.logsigmoid(ours - others) for ours, others in pairs]).mean()
+
+
+lifted("margin", "numerics <loss> mean empty-reduction", IN_FP32, "none", lambda h, x: h, loss=margin)
+PATCH = torch.tensor([[x, y, 0.0] for x in (-1.0, 0.0, 1.0) for y in (-1.0, 0.0, 1.0)])
+
+
+PATCHES = {"x": torch.stack([PATCH, normal(9, 3)])}
+
+
+@rows("numerics . linalg_eigh gradient-singularity", PATCHES, loss=squared, fix="none")
+class Normals(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((9,), 0.5))
+
+    def forward(self, x):
+        return torch.linalg.eigh(torch.einsum("n,bni,bnj->bij", self.weight, x, x)).eigenvectors[..., 0]
+
+
+# --- in a batch twice as bright the divisor is infinite too, and hides in the quotient
+
+BRIGHT = {"x": normal(4, 8), "clean": 190.0 + normal(4, 8)}
+
+
+def likeness(output, batch):
+    x, y = (180.0 + output.sigmoid()).half(), batch["clean"].half()
+    common = 2 * x * y
+    return (common / (y * y)).mean()
+
+
+lifted(
+    "likeness", "precision <loss> mul elementwise-overflow", BRIGHT, "*", lambda h, x: h, loss=likeness,
+    holds=lambda it: not any(one.verified and "y.float() * y.float()" not in one.patch for one in it.fixes),
+)  # fmt: skip
