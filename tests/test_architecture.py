@@ -34,7 +34,7 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 34_185, "tests": 29_660, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 34_196, "tests": 29_660, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_974,
@@ -45,7 +45,7 @@ MAX_LINES_OF_ROOMS = {
     "cli": 826,
     "diagnosis": 1_842,
     "dumps": 3_123,
-    "engine": 2_983,
+    "engine": 2_994,
     "evidence": 1_691,
     "fixes": 4_102,
     "fleet": 651,

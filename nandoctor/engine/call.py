@@ -30,8 +30,8 @@ class Call:
 
     `batch` holds every array that may be needed, on the step's device. `forward` takes it and returns the model's
     output, reading the arrays in `used`. Those `with_grad` require gradients, which the training may read; those
-    `differentiated` do so for the step itself alone. `made` are the lengths of what it returned, if it was run.
-    `description` shows the call.
+    `differentiated` do so for the step itself alone. `has_samples` is False if the
+    step is known to make as many rows with fewer samples. `description` shows the call.
     """
 
     batch: Batch
@@ -39,7 +39,7 @@ class Call:
     with_grad: frozenset[str] = frozenset()
     differentiated: frozenset[str] = frozenset()
     forward: Callable[[Batch], Any]
-    made: tuple[int, ...] = ()
+    has_samples: bool = True
     description: str = ""
 
     @property
@@ -70,17 +70,16 @@ class Call:
         """`batch_size`, or None if another length is as frequent, or if arrays list the edges of a graph, or samples.
 
         Edges are two rows of integers, from and to, or a sparse tensor. A list of dicts may have one for each sample,
-        as a detector's targets. What the step makes has a row, or several, for each sample, or drops some.
+        as a detector's targets.
         """
-        if any(map(_OF_ONE_SAMPLE.search, self.batch)):
+        if not self.has_samples or any(map(_OF_ONE_SAMPLE.search, self.batch)):
             return None
         lengths, size = self._lengths, self.batch_size
         taken = [tensor for tensor in self.taken.values() if tensor.dim()]
         is_tied = len(lengths) > 1 and lengths[0][1] == lengths[1][1]
         tables = (tensor for tensor in taken if tensor.dim() == 2 and tensor.dtype in (torch.int64, torch.int32))
         has_edges = any(table.shape[0] == 2 != size for table in tables)
-        has_others = bool(self.made) and all(length > (size or 0) and length % (size or 1) for length in self.made)
-        return None if is_tied or has_edges or has_others or not all(map(is_dense, taken)) else size
+        return None if is_tied or has_edges or not all(map(is_dense, taken)) else size
 
     @property
     def may_be_time_first(self) -> bool:
@@ -102,7 +101,7 @@ class Call:
             name: tensor[index.to(tensor.device)] if is_dense(tensor) and tensor.shape[:1] == (size,) else tensor
             for name, tensor in self.batch.items()
         }
-        return replace(self, batch=batch, made=())
+        return replace(self, batch=batch)
 
 
 _OF_ONE_SAMPLE = re.compile(r"\.\d+\.")

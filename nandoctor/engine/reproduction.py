@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from nandoctor.autocast.policy import LOW_DTYPES, Policy
+from nandoctor.changes.batch import KeepSamples
 from nandoctor.changes.state import ResetBuffers
 from nandoctor.dumps.classify import is_loss, role_of
 from nandoctor.dumps.dump import Dump
@@ -351,10 +352,21 @@ def _replay(steps: list[FailingStep], preparation: Preparation, *, is_first: boo
     reproduction = _grade_all(preparation, outcome.output, outcome.loss)
     spoilt = [named for named in preparation.dump.arrays.items() if trace.finite and not all_finite(named[1])]
     unlike = tuple(named[0] for named in spoilt if not _agrees(grade(named, outcome.output)))
-    lengths = tuple(stats.shape[0] for stats in trace.output if stats.shape)
-    step = replace(step, call=replace(step.call, made=lengths))
-    trace = replace(trace, num_samples=step.call.sample_count)
+    if not _has_samples(step, trace):
+        step, trace = replace(step, call=replace(step.call, has_samples=False)), replace(trace, num_samples=None)
     return Replayed(step=step, trace=trace, random=outcome.random, reproduction=reproduction, unlike=unlike)
+
+
+def _has_samples(step: FailingStep, trace: Trace) -> bool:
+    """Return False if a step makes as many rows with one sample, as an image has them for a camera's matrices."""
+    size, rows = step.call.sample_count, [stats.shape[0] for stats in trace.output if stats.shape]
+    if not size or size < 2 or not rows or not all(length % size for length in rows):
+        return True
+    one = KeepSamples(samples=(0,) * min(2, size - 1))  # the variance over one is 0
+    with suppress(ModelError):
+        few = replace(step, loss=None).run(watch=replace(MODULES_ONLY, stage="samples"), changes=(one,)).trace.output
+        return [stats.shape[0] for stats in few if stats.shape] != rows
+    return False
 
 
 def _refuse_wrong_call(step: FailingStep) -> None:
