@@ -85,14 +85,15 @@ class Call:
     def may_be_time_first(self) -> bool:
         """True if dimension 0, which `sample_count` counts, may be time: if the batch is sequences or token ids.
 
-        That is unlikely beside an array of as many rows that is no sequence, such as a target.
+        That is unlikely beside an array of as many rows that is no sequence, such as a target, and not so where
+        sequences have other lengths along dimension 1: that would be the samples then.
         """
         size = self.sample_count
         arrays = [tensor for tensor in self.batch.values() if tensor.dim() and tensor.shape[0] == size]
         ids = [tensor for tensor in arrays if tensor.dim() == 2 and not tensor.is_floating_point()]
         sequences = {tensor.shape[:2] for tensor in arrays if tensor.dim() in (3, 5)} | {tensor.shape for tensor in ids}
         others = [tensor.shape for tensor in arrays if tensor.dim() in (1, 2, 4)]
-        return bool(sequences) and all(shape[:2] in sequences or shape == (size, size) for shape in others)
+        return len(sequences) == 1 and all(shape[:2] in sequences or shape == (size, size) for shape in others)
 
     def on_samples(self, kept: Sequence[int]) -> Call:
         """Return the call with these samples alone, of every array as long as those that the model takes."""
