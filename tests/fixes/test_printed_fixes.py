@@ -125,9 +125,9 @@ STEPS = {
     ),
     "log": hidden("-distance.log()", "near = -distance.clamp(min=1e-12).log()", cause="log-of-zero"),
     "it fits again at once": in_half(
-        "size = h.pow(2).mean(-1, keepdim=True)",
-        "h = h * torch.rsqrt(size + 1e-3)",
-        "size = h.float().pow(2).mean(-1, keepdim=True).to(h.dtype)",
+        "size = h.pow(2).mean(-1, keepdim=True).sqrt()",
+        "h = h / (size + 1e-3)",
+        "size = h.float().pow(2).mean(-1, keepdim=True).sqrt().to(h.dtype)",
     ),
     "it fits again a line later": in_half(
         "size = (h * h).sum(-1, keepdim=True)",
