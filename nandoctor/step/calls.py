@@ -178,18 +178,20 @@ def bind_loss(
         return own_loss(field) if field is not None else None
     num_calls = len(dump.recorded.calls)
     returned = f"the list of what {num_calls} calls returned" if num_calls > 1 else "what the model returned"
-    num_wrong = 0
+    num_wrong, is_settled = 0, False
 
     def call(output: Any, batch: Any) -> Any:
-        nonlocal num_wrong
+        nonlocal num_wrong, is_settled
         ways = [partial(loss, output, batch)] if dump.is_recorded else _find_ways(loss, output, batch, used)
-        while num_wrong < len(ways) - 1:
+        while num_wrong < len(ways) - 1 and not is_settled:  # a changed code that raises shows nothing of the call
             try:
                 with generators_kept():
-                    return ways[num_wrong]()
+                    made = ways[num_wrong]()
+                is_settled = True
+                return made
             except WRONG_CALL:
                 num_wrong += 1
-        return ways[-1]()
+        return ways[num_wrong]()
 
     return functools.update_wrapper(_checked(call, make, returned), loss)
 

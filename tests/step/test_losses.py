@@ -212,3 +212,21 @@ def test_optimizers_are_made_only_for_a_step_that_asks(asks):
     assert loss.shape == ()
     assert model.num_calls == asks
     assert "optimizers" not in vars(model)
+
+
+def test_a_loss_that_was_called_once_is_not_called_otherwise():
+    """A change of the code may raise what a wrong call raises, and shows nothing of the call."""
+    fails = [False]
+
+    def of_two(output, label, weight):
+        if fails[0]:
+            raise TypeError("of the changed code")
+        return nn.functional.cross_entropy(output, label, weight)
+
+    bound = bind_loss(of_two, DUMP, dict)
+    made = bound(OUTPUT, ARRAYS)
+    fails[0] = True
+    with pytest.raises((LossError, TypeError), match="of the changed code"):
+        bound(OUTPUT, ARRAYS)
+    fails[0] = False
+    assert bound(OUTPUT, ARRAYS) == made
