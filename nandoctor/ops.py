@@ -154,6 +154,8 @@ NORMALISATIONS = _names(
 )
 SUBTRACTIONS = _names("sub rsub")
 SUMS = SUBTRACTIONS | _names("add")
+WITHOUT_POLES = SUMS | {"mul", "square", "addcmul", "lerp"}
+"""Polynomials, whose derivatives are finite wherever their arguments are."""
 SCALINGS = _names("mul div")
 CLAMPS = _names("clamp clamp_min clamp_max hardtanh")
 MAXIMA = _names("maximum fmax max")

@@ -22,18 +22,17 @@ import math
 from nandoctor.causes.base import Finding
 from nandoctor.causes.sentences import argument, explain_overflow
 from nandoctor.evidence.report import Account, Evidence
-from nandoctor.ops import PRODUCTS, REDUCTIONS, SUMS
+from nandoctor.ops import PRODUCTS, REDUCTIONS, WITHOUT_POLES
 from nandoctor.text import constant, number
 
 TITLE = "An elementwise result is too large for its format"
 PHASES = ("forward",)
-_WITHOUT_POLES = SUMS | {"mul", "square", "addcmul", "lerp"}
 
 
 def diagnose(finding: Finding) -> Account | None:
     if finding.op.op in PRODUCTS or finding.op.op in REDUCTIONS:
         return None
-    has_no_pole = finding.op.op in _WITHOUT_POLES and all(math.isfinite(value) for _, value in finding.op.scalars)
+    has_no_pole = finding.op.op in WITHOUT_POLES and all(math.isfinite(value) for _, value in finding.op.scalars)
     if not (finding.overflowed or (has_no_pole and finding.is_past_float64)):
         return None
     there = {operand.name: operand.at_worst for operand in finding.analysis.operands if operand.at_worst is not None}

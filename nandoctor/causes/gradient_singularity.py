@@ -28,7 +28,7 @@ from nandoctor.causes.sentences import operand, subject
 from nandoctor.changes.places import singular_inputs
 from nandoctor.evidence.report import Account
 from nandoctor.evidence.trace import OpCall
-from nandoctor.ops import DOMAINS, Domain
+from nandoctor.ops import DOMAINS, PRODUCTS, WITHOUT_POLES, Domain
 from nandoctor.text import constant, kinds_text, number
 
 TITLE = "The derivative is infinite, or too large, at this point"
@@ -61,7 +61,9 @@ def diagnose(finding: GradientFinding) -> Account | None:
 
 
 def _is_beside_singularity(forward: OpCall) -> bool:
-    """Return True if every argument is known to stay off the points where the op's derivative is infinite."""
+    """Return True if the op's derivative is infinite nowhere, or every argument is known to stay off such points."""
+    if forward.op in WITHOUT_POLES | PRODUCTS.keys():
+        return True
     domain = DOMAINS.get(forward.op, Domain(low=0.0, high=0.0))
     limits = [(taken.stats.min, taken.stats.max) for taken in singular_inputs(forward) if taken.stats is not None]
     return bool(limits) and all(

@@ -70,7 +70,8 @@ class SetArgument(SingleEdit):
         elif not constants and self.was == 0:  # another batch may have another number
             change.replace(named, f"({expression.argument(self.argument)} or {value})")
         elif not constants and isinstance(named, ast.Name | ast.Attribute):
-            change.replace(named, value)
+            is_raised = self.value is not None and self.value > self.was  # others may give a larger one
+            change.replace(named, f"max({change.tree.code(named)}, {value})" if is_raised else value)
         else:
             raise CannotWriteError
 

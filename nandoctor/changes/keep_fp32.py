@@ -213,6 +213,7 @@ class KeepFunction(SingleEdit):
         called = [Expression(change, node, op) for node, op in change.calls(source.ops)]
         inside = (it for it in called if change.tree.function_of(it.node) is function)
         read = {change.tree.code(_whole(node)) for expression in inside for node in expression.tensors()}
+        read -= {change.tree.code(_whole(node)) for node in map(_written_by, ast.walk(function)) if node is not None}
         names = [it.arg for it in (*function.args.posonlyargs, *function.args.args) if it.arg in read]
         if not names:
             raise CannotWriteError
@@ -303,6 +304,8 @@ def _written_by(node: ast.AST) -> ast.expr | None:
     """Return what an expression writes to in place: a cast copy would take that instead."""
     if isinstance(node, ast.AugAssign):
         return node.target
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+        return node
     method = node.func if isinstance(node, ast.Call) else None
     return method.value if isinstance(method, ast.Attribute) and method.attr.endswith("_") else None
 

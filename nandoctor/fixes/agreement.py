@@ -228,6 +228,15 @@ def unlike_state(made: Result, meant: Result, *, counts: bool) -> str | None:
     return None
 
 
+def unwritten_state(made: Result, meant: Result, before: Mapping[str, torch.Tensor]) -> str | None:
+    """Return what a run leaves as it was `before`, and another does not."""
+    for name in before.keys() & made.left.keys() & meant.left.keys():
+        was, ours, theirs = (values.double() for values in (before[name], made.left[name], meant.left[name]))
+        if ours.equal(was) and theirs.shape == was.shape and not theirs.equal(was):
+            return name
+    return None
+
+
 def _plain(gradient: torch.Tensor) -> torch.Tensor:
     """Return a sparse gradient dense, since torch has no norm and no comparison for it, and a complex one in reals."""
     dense = gradient.to_dense() if gradient.is_sparse else gradient

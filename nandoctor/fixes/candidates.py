@@ -60,7 +60,9 @@ def propose(findings: Findings, trials: Trials) -> Iterator[Candidate]:
             if not _overflows_elsewhere(leads[0], findings):
                 yield from _in_fp32(leads[0], findings, trials)
         elif 1 < len(leads) <= MAX_LEADS:
-            yield from together([[*lead.suggestions, *_op_in_fp32(lead, trials.step.model)] for lead in leads])
+            yield from together(
+                [[*lead.suggestions, *_op_in_fp32(lead, findings.ops, trials.step.model)] for lead in leads]
+            )
         in_loss = (lead.site.source for lead in leads if lead.site.module == LOSS)
         yield from ((KeepFunction(lines=(source.whole,)),) for source in in_loss if source is not None)
 
@@ -79,7 +81,7 @@ def place_in_code(lead: Suspect, model: nn.Module) -> object:
 def _in_fp32(lead: Suspect, findings: Findings, trials: Trials) -> Iterator[Candidate]:
     """Yield fp32 for the op, its line and what rounded its operands, up to the first that passes."""
     rounded = ((kept,) for kept in _rounded_before(lead, findings))
-    for candidate in dict.fromkeys((*_op_in_fp32(lead, trials.step.model), *rounded)):
+    for candidate in dict.fromkeys((*_op_in_fp32(lead, findings.ops, trials.step.model), *rounded)):
         yield candidate
         if trials.judge(*candidate).passes:
             return
@@ -162,11 +164,27 @@ def line_of(site: OpSite) -> OpSite:
     return replace(site, op="", nth=0, source=site.source.whole if site.source is not None else None)
 
 
-def _op_in_fp32(lead: Suspect, model: nn.Module) -> tuple[Candidate, ...]:
-    """Return the op in fp32, and its line, or nothing if the op is not in the user's code."""
+def _op_in_fp32(lead: Suspect, ops: Sequence[OpCall], model: nn.Module) -> tuple[Candidate, ...]:
+    """Return the op in fp32, and its line, or nothing if the op is not in the user's code.
+
+    Beside another op like it, the line alone: of x * x + y * y, the other one may overflow in the next batch.
+    """
     if is_library(lead.site, model):
         return ()
-    return (KeepOp(site=lead.site),), (KeepOp(site=line_of(lead.site)),)
+    line = (KeepOp(site=line_of(lead.site)),)
+    return (line,) if _has_another_beside(lead.site, ops) else ((KeepOp(site=lead.site),), line)
+
+
+def _has_another_beside(site: OpSite, ops: Sequence[OpCall]) -> bool:
+    """Return True if the line has another such op, of the same shape, that has nothing to do with this one."""
+    line = site.source.whole if site.source is not None else None
+    here = [op for op in ops if op.op == site.op and op.phase != "backward" and op.source and op.source.whole == line]
+    first = next((op for op in here if site_of(op) == site), None)
+    if first is None:
+        return False
+    behind = {op.order: {it.order for taken in op.inputs for it in ancestors(ops, taken, _FAR)} for op in here}
+    apart = [op for op in here if op.order not in behind[first.order] and first.order not in behind[op.order]]
+    return any(op.source != first.source and op.outputs[0].shape == first.outputs[0].shape for op in apart)
 
 
 def _rounded_before(lead: Suspect, findings: Findings) -> Iterator[KeepOp]:

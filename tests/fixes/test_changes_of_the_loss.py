@@ -51,7 +51,8 @@ return scores.softmax(-1) @ x
 """
 OVERLAP = """
 
-def distance(output, target):
+def distance(output, target, seen):
+    seen[:1] = (output[:1] - target[:1]).detach()
     both = torch.min(output, target)
     common, ours, theirs = both[:, 0] * both[:, 1], output[:, 0] * output[:, 1], target[:, 0] * target[:, 1]
     return 1 - common / (ours + theirs - common)
@@ -105,8 +106,8 @@ def test_every_line_of_a_loss_that_overflows_is_widened(replay_step, project):
 
 
 def test_a_function_of_a_loss_is_given_its_tensors_in_fp32(project):
-    """Three areas overflow: one line where the function begins is less than a change of each, or the model in fp32."""
-    loss = 'return distance(output, batch["target"].half()).mean()'
+    """Three areas overflow: one line where it begins is less than a change of each. What it writes to stays its own."""
+    loss = 'return distance(output, batch["target"].half(), torch.zeros_like(output)).mean()'
     project.write("return 300 + self.lift(x)", layers="self.lift = nn.Linear(6, 2)", loss=loss)
     with Path("net.py").open("a") as file:
         file.write(OVERLAP)
