@@ -62,12 +62,6 @@ class SavedOutputs:
         """The saved array to compare with; None if there is none, or only a single number."""
         return self.graded[1] if self.graded is not None and self.graded[0] in self.names else None
 
-    @property
-    def telling(self) -> torch.Tensor | None:
-        """The saved array that shows the precision: that to compare with, else one in half precision that may be it."""
-        low = (array for _, array in self.perhaps if array.dtype in LOW_DTYPES)
-        return self.array if self.array is not None else next(low, None)
-
 
 def is_flags(array: torch.Tensor) -> bool:
     """Return True if an array holds only zeros and ones, and a one; a state of zeros is a number."""
@@ -195,9 +189,10 @@ def _is_guess(found: Replayed, preparation: Preparation) -> bool:
     is_said = any(said.get(name) is True for name in AUTOCAST_NAMES) or "amp_dtype" in said
     if is_said or preparation.steps[0].mode.loss_scale is not None:
         return False
-    array = outputs.telling
-    if array is None:
-        array = preparation.dump.arrays.get(found.reproduction.output or "")
+    array = outputs.array if outputs.array is not None else preparation.dump.arrays.get(found.reproduction.output or "")
+    made = {stats.shape for stats in found.trace.output}
+    if any(it.dtype in LOW_DTYPES and tuple(it.shape) in made for _, it in outputs.perhaps):
+        return False
     if array is None:
         return outputs.graded is not None
     values = comparable_values(array)

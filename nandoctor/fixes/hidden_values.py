@@ -125,12 +125,22 @@ def find_hidden(step: FailingStep, *, excused_by_fp32: bool) -> Gap | None:
 
 
 def _may_hide(ops: Sequence[OpCall], trace: Trace) -> bool:
-    """Return True if the batch is not finite, or one of the ops of forward and loss made NaN or Inf."""
-    return not all(stats.finite for stats in trace.batch) or any(
+    """Return True if the batch is not finite, or an op of forward and loss made NaN or Inf, or took the model's NaN."""
+    if not all(stats.finite for stats in trace.batch) or any(map(_spoilt_state, ops)):
+        return True
+    return any(
         "nan" in op.analysis.kinds or not _writes_mask(op, ops)
         for op in ops
         if op.analysis is not None and op.phase != "backward"
     )
+
+
+def _spoilt_state(op: OpCall) -> str | None:
+    """Return the weight or buffer that an op took with a NaN in it, which no code keeps there as a mark."""
+    held = (
+        (it.path, it.stats.counts) for it in op.inputs if it.origin in ("weight", "buffer") and it.stats is not None
+    )
+    return next((path for path, counts in held if counts is not None and counts.num_nan), None)
 
 
 def _writes_mask(op: OpCall, ops: Sequence[OpCall]) -> bool:
@@ -156,11 +166,12 @@ def _find_unmeant(order: int | None, taker: str, trace: Trace, reference: Trace,
     """Describe the op or the input that a hidden value is from, or return None if it is a mask, a marker or harmless.
 
     -inf that an op takes counts as a mask, unless it became NaN, as 0 times the log of 0 does. What fp32 has finite is
-    harmless if the output is as fp32's, and it has not left torch as a number. What is in the batch or the model is
-    there to be left out by a comparison.
+    harmless if the output is as fp32's, and it has not left torch as a number. What is in the batch is there to be left
+    out by a comparison.
     """
     if order is None:
-        return None
+        named = (_spoilt_state(op) for op in trace.ops if op.op == taker)
+        return next((f"`{name}` has NaN" for name in named if name is not None), None)
     found = trace_back(trace.ops, reference, [order], trace.format)
     has_nan = any("nan" in op.analysis.kinds for op in found.ops if op.analysis)
     for source in (*found.sources, *found.written):

@@ -25,10 +25,18 @@ from nandoctor.changes.running_op import RunningOp
 from nandoctor.engine.module_state import is_large, known_tensors
 from nandoctor.evidence.edits import Change, Edit, OpSite, SingleEdit, flatten
 from nandoctor.evidence.trace import SourceLine
-from nandoctor.fixes.agreement import TOLERANCE, Result, gradient_error, gradient_errors, reversed_gradient
+from nandoctor.fixes.agreement import (
+    TOLERANCE,
+    Result,
+    gradient_error,
+    gradient_errors,
+    reversed_gradient,
+    unlike_state,
+)
 from nandoctor.fixes.candidates import join
 from nandoctor.fixes.neighbours import (
     WAYS,
+    Own,
     Tensors,
     Way,
     are_numbers,
@@ -66,6 +74,8 @@ _SHRINKING = 0.5
 """Differences of a convergent sequence shrink at least so much from step to step; those of log(h) do not."""
 _LEAST = 1e-4
 """The error of a gradient that does not count, as a share of all gradients: 1e-6 with an eps, and 0 in the limit."""
+_OTHERS = (1.0, -1.0, 1e3, -1e3)
+"""What is added to a number that is put, to see whether it shows: a function may bend far from it."""
 _CUT = 1e-9
 """A gradient that becomes exactly 0 counts from this share of all on: what has none is never trained."""
 _LEFT = "output.kept."
@@ -112,7 +122,7 @@ class Meaning:
                 break
             too_large = factor if found is None else too_large
         for _ in range(_BISECTIONS):
-            if found is None or not found[1].reference().finite:
+            if found is None or _holds_alone(found[1]):
                 return found
             factor = math.sqrt(found[0] * too_large)
             trials = self.with_inputs(factor)
@@ -197,20 +207,22 @@ class Meaning:
         return False
 
     @cached_property
-    def _elsewhere(self) -> Meaning:
-        """The meaning of the step with other numbers for each element, or for each tensor where those have no limit.
+    def _elsewhere(self) -> Meaning | None:
+        """The meaning of the step with other numbers at which it has a limit too, or at least fails; None without any.
 
-        A point like x - x.mean() = 0 survives only the latter. Zeros stay where they are, and so does a point like
-        x = 0; what the formula gives there may be another number.
+        A point like x - x.mean() = 0 survives one factor for each tensor, and x = y one for all. Zeros stay where they
+        are, and so does a point like x = 0; what the formula gives there may be another number.
         """
-        apart = self._with_numbers(apart=True)
-        return apart if apart.has_limit else self._with_numbers(apart=False)
+        owners: tuple[Own, ...] = ("element", "tensor", "all")
+        others = [*map(self._with_numbers, owners)]
+        failing = (it for it in others if it.trials.exact().ran and not it.trials.exact().finite)
+        return next((it for it in others if it.has_limit), next(failing, None))
 
-    def _with_numbers(self, *, apart: bool) -> Meaning:
+    def _with_numbers(self, by: Own) -> Meaning:
         step, given = self.trials.step, self.trials.step.call.batch
         numbers = {name: it for name, it in given.items() if it.is_floating_point() and are_numbers(it)}
-        batch = {**given, **{name: times_factor(name, value, apart=apart) for name, value in numbers.items()}}
-        call = replace(step.call, batch=batch, forward=partial(forward_elsewhere, step, apart))
+        batch = {**given, **{name: times_factor(name, value, by) for name, value in numbers.items()}}
+        call = replace(step.call, batch=batch, forward=partial(forward_elsewhere, step, by))
         return replace(self, trials=self.trials.on(replace(step, call=call)))
 
     def find_fill(self, guard: GuardArgument) -> float:
@@ -234,7 +246,7 @@ class Meaning:
 
     def describe_alone(self, guard: GuardArgument) -> str | None:
         """Describe a guard whose number is the limit for the numbers of this step alone, or may be; else None."""
-        if not self._elsewhere.trials.exact().ran:
+        if self._elsewhere is None:
             return f"whether {guard.fill:g} is the limit for other numbers too is not known"
         fill = self._elsewhere.find_fill(guard)
         if abs(fill - guard.fill) <= TOLERANCE * max(abs(fill), abs(guard.fill)):
@@ -293,7 +305,10 @@ class Meaning:
             if self.meets_infinity and bool(unknown.any()):
                 lacks = lacks | (unknown & self._shows(edit, name))
             off = torch.where(torch.isfinite(tends), ours - tends, 0.0).abs().masked_fill(lacks, torch.inf)
-            replaced = (off > TOLERANCE * _largest(tends)) & torch.isfinite(ours) & ~torch.isfinite(itself)
+            meant = self.trials.exact().meant.get(
+                name, torch.zeros_like(itself, dtype=torch.bool)
+            )  # the loss forgives it
+            replaced = ~meant & (off > TOLERANCE * _largest(tends)) & torch.isfinite(ours) & ~torch.isfinite(itself)
             if bool(replaced.any()):
                 worst = int(torch.where(replaced, off, 0.0).argmax())
                 return self._describe_at(worst, name, (ours, tends, itself))
@@ -304,13 +319,18 @@ class Meaning:
 
         The mean of no elements as one more summand of a loss moves no gradient: nothing is trained by it.
         """
-        other, clamps = _with_other_numbers(edit), [it for it in flatten((edit,)) if isinstance(it, ClampArgument)]
-        is_other = other != edit and not any(clamp.keeps_sign for clamp in clamps)
-        if not is_other or self.smaller is not None:
+        clamps = [it for it in flatten((edit,)) if isinstance(it, ClampArgument)]
+        if any(clamp.keeps_sign for clamp in clamps) or self.smaller is not None:
             return None
-        errors = gradient_errors(*(self.trials.exact(one) for one in (edit, other)))
-        name = next((name for name, off in errors.items() if off > TOLERANCE), None)
-        return f"the gradient of `{name}` depends on the number that is put" if name is not None else None
+        own = self.trials.exact(edit)
+        for other in (_with_other_numbers(edit, by) for by in _OTHERS):
+            made = self.trials.exact(other) if other != edit else own
+            errors = gradient_errors(own, made)
+            if (name := next((name for name, off in errors.items() if off > TOLERANCE), None)) is not None:
+                return f"the gradient of `{name}` depends on the number that is put"
+            if (left := unlike_state(made, own, counts=False)) is not None:
+                return f"`{left}`, which the step leaves, depends on the number that is put"
+        return None
 
     def _describe_at(self, place: int, name: str, values: tuple[torch.Tensor, ...]) -> str:
         """Describe an element of a value of a run beside the limit there and what the formula itself gives."""
@@ -421,6 +441,12 @@ class Meaning:
         return found
 
 
+def _holds_alone(trials: Trials) -> bool:
+    """Return True if float64 has values, or gradients, that fp32 has not; what is NaN in both says nothing."""
+    exact, reference = trials.exact(), trials.reference()
+    return (exact.values_finite, exact.finite) != (reference.values_finite, reference.finite)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _WriteUnlike(SingleEdit):
     """Write unlike numbers in place of one infinity; for a run alone, to see whether the numbers matter."""
@@ -434,18 +460,18 @@ class _WriteUnlike(SingleEdit):
         return torch.where(made == self.value, made * torch.linspace(1, 2, made.numel()).to(made).view_as(made), made)
 
 
-def _with_other_numbers(edit: Edit) -> Edit:
+def _with_other_numbers(edit: Edit, by: float = 1.0) -> Edit:
     """Return the edit with other bounds of its clamps, other values of its guards, and unlike ones for infinities."""
-    return join([_with_other_number(single) for single in flatten((edit,))])
+    return join([_with_other_number(single, by) for single in flatten((edit,))])
 
 
-def _with_other_number(edit: SingleEdit) -> SingleEdit:
+def _with_other_number(edit: SingleEdit, by: float) -> SingleEdit:
     if isinstance(edit, SetArgument) and edit.value is not None and math.isinf(edit.was):
         return _WriteUnlike(site=edit.site, argument=edit.argument, value=edit.value)
     if not isinstance(edit, ClampArgument | GuardArgument):
         return edit
     low, high = (4 * bound if bound is not None else None for bound in (edit.low, edit.high))
-    return replace(edit, low=low, high=high, fill=edit.fill + 1.0)
+    return replace(edit, low=low, high=high, fill=edit.fill + by)
 
 
 def _common(runs: Sequence[Result], what: str) -> list[str]:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -23,6 +23,8 @@ from nandoctor.ops import CASTS, MOVES
 from nandoctor.trees import tree_map
 
 Tensors = Mapping[str, torch.Tensor]
+Own = Literal["element", "tensor", "all"]
+"""What has a factor of its own where numbers are changed."""
 Way = tuple[bool, float]
 """Whether each sample is moved towards the next, or along a pattern; and the sign."""
 WAYS: tuple[Way, ...] = ((True, 1.0), (True, -1.0), (False, 1.0), (False, -1.0))
@@ -114,16 +116,16 @@ class _Move(SingleEdit):
         return made.add_(self.by * step) if op.is_mutable else made + self.by * step
 
 
-def forward_elsewhere(step: FailingStep, apart: bool, batch: Tensors) -> Any:
+def forward_elsewhere(step: FailingStep, by: Own, batch: Tensors) -> Any:
     """Run the forward with other weights, buffers, attributes and numbers; every run puts back the model's state."""
     for _, name, tensor in state_of(step.model):
         if are_numbers(tensor) and tensor.is_floating_point():
-            tensor.data = times_factor(name, tensor.data, apart=apart)
+            tensor.data = times_factor(name, tensor.data, by)
     with ExitStack() as undo:
         for place, numbers in _list_numbers(step.model):
             undo.callback(numbers.update, dict(numbers))
             floats = [name for name, value in numbers.items() if type(value) is float]
-            numbers.update({name: numbers[name] * _factor_of(f"{place}.{name}") for name in floats})
+            numbers.update({name: numbers[name] * _factor_of(f"{place}.{name}", by) for name in floats})
         hook = step.model.register_forward_pre_hook(lambda _, *given: tree_map(_other_number, given), with_kwargs=True)
         undo.callback(hook.remove)
         return step.call.forward(batch)
@@ -142,15 +144,15 @@ def _list_numbers(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _other_number(given: Any) -> Any:
-    return given * _factor_of("") if type(given) is float else given
+    return given * _factor_of("", "all") if type(given) is float else given
 
 
-def times_factor(name: str, value: torch.Tensor, *, apart: bool) -> torch.Tensor:
-    """Return a tensor times a factor of its own; `apart`, each element has one."""
-    scaled = value * _factor_of(name)
-    return scaled * (1 + _waves(value) / 2) if apart else scaled
+def times_factor(name: str, value: torch.Tensor, by: Own) -> torch.Tensor:
+    """Return a tensor times a factor, of which it, or each of its elements, may have its own."""
+    scaled = value * _factor_of(name, by)
+    return scaled * (1 + _waves(value) / 2) if by == "element" else scaled
 
 
-def _factor_of(name: str) -> float:
-    """Return a factor between 0.2 and 0.8, the same in every process."""
-    return 0.2 + 0.6 * zlib.crc32(name.encode()) / 2**32
+def _factor_of(name: str, by: Own) -> float:
+    """Return a factor between 0.2 and 0.8, the same in every process, and for "all" of every name."""
+    return 0.2 + 0.6 * zlib.crc32(b"" if by == "all" else name.encode()) / 2**32

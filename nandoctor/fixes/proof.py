@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 from nandoctor.changes.guard import GuardArgument
+from nandoctor.engine.module_state import copied_state
+from nandoctor.engine.runner import of_model_and_loss
 from nandoctor.engine.samples import trace_without
 from nandoctor.evidence.edits import Change, Edit, flatten, is_text_alone, only_widens
 from nandoctor.evidence.formats import BF16
@@ -37,6 +39,7 @@ from nandoctor.fixes.agreement import (
     reversed_gradient,
     sample_errors,
     unlike_state,
+    unwritten_state,
 )
 from nandoctor.fixes.gradient_check import GradientCheck, Said, in_bf16, run_lowered
 from nandoctor.fixes.hidden_values import find_hidden
@@ -52,6 +55,7 @@ _COARSER_IN_BF16 = 8
 """The ratio of rounding errors: bf16 has 8 bits and fp16 has 11."""
 _AS_FP32 = Said("passed", "finite wherever fp32 is")
 
+_HIDES = "NaN or Inf is made on the way, and does not show"
 _UNEVEN = (0.3, 0.7, 1.3)
 """Factors of the inputs that keep zeros and equal numbers, but round otherwise, as powers of two do not."""
 _DILUTED = 4
@@ -148,6 +152,9 @@ def _judge_output(proof: Proof) -> Said:
     outcome, made = proof.judgement.outcome, proof.made
     if not outcome.finite or outcome.max_rel_err is None:
         return Said("failed", "the output is not finite wherever it should be")
+    formats = {name: value.dtype for name, value in proof.trials.reference().values.items() if name != "loss"}
+    if any(made.values[name].dtype is torch.float64 is not dtype for name, dtype in formats.items()):
+        return Said("failed", "the output becomes float64, which the code that takes it may refuse")
     largest = made.largest_finite
     if "loss" not in made.values and largest > LARGEST_SQUARED > proof.trials.reference().largest_finite:
         return Said("failed", f"finite, up to {number(largest)}: its square, as in a squared error, overflows in fp32")
@@ -216,6 +223,9 @@ def _judge_buffers(proof: Proof) -> Said | None:
     if spoilt:
         names = join_first([f"`{name}`" for name in spoilt], 3)
         return Said("failed", f"{names} {are(len(spoilt))} left with NaN or Inf")
+    before = of_model_and_loss(trials.step, copied_state)
+    if (name := unwritten_state(proof.made, trials.sound_reference(()), before)) is not None:
+        return Said("failed", f"`{name}` is not written any more")
     if only_widens(proof.edit) or proof.change == proof.edit:
         return None
     is_alone = is_text_alone(proof.edit)
@@ -447,7 +457,7 @@ def _judge_variation(name: str, proof: Proof) -> Said:
     """Judge a variation combined with others; if that does not pass, by itself on the whole batch."""
     batches = proof.verifier.others
     said = _judge_on(proof, batches.joined.get(name))
-    if said.status == "passed" and said != _AS_FP32:
+    if (said.status == "passed" and said != _AS_FP32) or _HIDES in said.text:
         return said._replace(samples=batches.few)
     return _judge_on(proof, batches.variations[name])
 
@@ -474,7 +484,7 @@ def _run_on(proof: Proof, varied: Trials | None) -> Said:
             return Said("failed", f"gradients are {made_up}")
         off = compare_runs(made, varied.reference()) if made.may_hide else None
         if off is not None and off.finite and off.max_rel_err > FP32_ERROR:
-            return Said("failed", f"the output is {percent(off.max_rel_err)} off fp32: NaN or Inf is made on the way")
+            return Said("failed", f"the output is {percent(off.max_rel_err)} off fp32: {_HIDES}")
         # There may be no gradients, and a made-up loss has no value.
         parts = ["output", *(["loss"] if "loss" in made.values else []), *(["gradients"] if made.gradients else [])]
         at = "" if lowered is None else f", at loss scale {number(lowered)}"

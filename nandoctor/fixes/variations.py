@@ -159,31 +159,32 @@ class OtherBatches:
     @cached_property
     def variations(self) -> Mapping[str, Trials | None]:
         """The trials of the step's variations, by name; None for a variation that does not apply."""
-        return {name: self._varied((name,), self.trials.step) for name in (*VARIATIONS, OTHER_SEED)}
+        step = self.trials.step
+        return {name: self._varied((name,), step, sizes=step.call.used) for name in (*VARIATIONS, OTHER_SEED)}
 
     @cached_property
     def joined(self) -> Mapping[str, Trials | None]:
         """By the name of a variation that applies, the trials of it along with all that hardly change the values.
 
-        They are on a few samples. What passes there need not be run by itself.
+        They are on a few samples. What passes there need not be run by itself. A loss may overflow by its targets, so
+        that these are scaled as well; where fp32 fails too, larger ones may be outside of its domain.
         """
         alike = tuple(name for name in NEARLY_THE_SAME if self.variations[name] is not None)
         step = self.trials.step
         few = step if self.few is None else replace(step, call=step.call.on_samples(self.few))
-        found = dict.fromkeys(alike, self._varied(alike, few))
+        sizes = step.call.used if self.trials.numerics else frozenset(step.call.batch)
+        found = dict.fromkeys(alike, self._varied(alike, few, sizes=sizes))
         # Scale first: flags of 0 and 1 are not scaled, and noise would disguise them.
         scaled = (name for name in VARIATIONS if self.variations[name] is not None and name not in alike)
-        return found | {name: self._varied((name, *alike), few) for name in scaled}
+        return found | {name: self._varied((name, *alike), few, sizes=sizes) for name in scaled}
 
-    def _varied(self, names: Iterable[str], step: FailingStep) -> Trials | None:
+    def _varied(self, names: Iterable[str], step: FailingStep, *, sizes: frozenset[str]) -> Trials | None:
         """Return the trials of a step varied in all of these ways; None if one of them does not apply."""
         for name in names:
             if name == OTHER_SEED:
                 seed = (step.randomness.seed or 0) + 1
                 varied = step.varied(training=step.mode.training, seed=seed) if self.random else None
             else:
-                # A loss may overflow by its targets; where fp32 fails too, larger ones may be outside of its domain.
-                sizes = step.call.used if self.trials.numerics else frozenset(step.call.batch)
                 call = VARIATIONS[name](step.call, sizes)
                 varied = replace(step, call=call) if call is not None else None
             if varied is None:

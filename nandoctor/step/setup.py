@@ -93,7 +93,7 @@ def prepare(dump: Dump, settings: Settings, progress: Progress = lambda *_: None
         taken = frozenset(name for binding in bindings for name in binding.arrays)  # so they are no saved output
         outputs = _with_unclaimed(outputs, dump, code, bindings[0], taken)
         version = minor_version(dump.recorded.torch) or TORCH
-        policies = [replace(policy, torch=version) for policy in choose_policies(dump, settings, outputs.telling)]
+        policies = [replace(policy, torch=version) for policy in choose_policies(dump, settings, outputs.array)]
         steps = [_make_step(binding, dump, code, batch, settings, policies[0]) for binding in bindings]
     modes: tuple[bool, ...] = (True, False)
     if settings.mode is not None:

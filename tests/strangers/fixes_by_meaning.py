@@ -558,6 +558,22 @@ class Normals(nn.Module):
         return torch.linalg.eigh(torch.einsum("n,bni,bnj->bij", self.weight, x, x)).eigenvectors[..., 0]
 
 
+# --- a limit that is one sample's own: the mean temperature of two streams, which are equally warm in one of them
+
+HOT = 10.0 + 20.0 * torch.rand(6, generator=torch.Generator().manual_seed(0))
+STREAMS = {"hot": HOT, "cold": torch.where(torch.arange(6) == 2, HOT, HOT / 2), "autocast": False}
+
+
+@rows("numerics . div division-by-zero", STREAMS, loss=squared, fix="none")
+class Exchanger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.transfer = nn.Linear(1, 1)
+
+    def forward(self, hot, cold):
+        return self.transfer(((hot - cold) / (torch.log(hot) - torch.log(cold)))[:, None]).squeeze(1)
+
+
 # --- in a batch twice as bright the divisor is infinite too, and hides in the quotient
 
 BRIGHT = {"x": normal(4, 8), "clean": 190.0 + normal(4, 8)}
