@@ -230,6 +230,7 @@ class Gain(nn.Linear):
         return super().forward(x), self.gain
 
 
+@pytest.mark.slow
 def test_a_buffer_that_is_returned_is_read_before_it_is_put_back(replay):
     fixes = replay(Gain, {"x": torch.zeros(3, 4)}).fixes
     assert next(fix.title for fix in fixes if fix.verified).startswith("Give div the value 2 and no gradient")

@@ -252,6 +252,7 @@ return self.lift(x).float() / norms
 """
 
 
+@pytest.mark.slow
 def test_a_guard_that_leaves_a_buffer_nan_is_told(replay_step):
     report = replay_step(QUOTIENTS, {"x": torch.tensor([[3.0, 1.0], [0.0, 0.0]])}, layers=KEPT)
     guard = next(item for item in report.fixes if item.patch.count("\n+ ") == 1 and "/ norms.clamp" in item.patch)
