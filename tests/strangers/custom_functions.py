@@ -103,7 +103,6 @@ def in_function(function, samples):
     holds=in_function("Log", (0,)),
     loss=mean,
 )
-@rows("healthy", PLAIN, Root, 3.0, loss=mean)
 @rows("healthy", PLAIN, Log, 3.0, loss=mean)
 @rows("healthy", ZERO_ROW, Hidden, loss=mean)
 @rows(
