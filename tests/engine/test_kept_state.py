@@ -110,8 +110,6 @@ def test_without_it_every_one_of_these_writes_shows():
 
 
 class Codebook(nn.Module):
-    """Moves its codes towards what it sees, through `.data`."""
-
     def __init__(self):
         super().__init__()
         self.codes = nn.Parameter(torch.ones(4), requires_grad=False)
@@ -204,8 +202,6 @@ def test_hooks_attributes_and_containers_are_as_they_were():
 
 
 class Counted(nn.Linear):
-    """Overflows, and counts its calls outside of itself."""
-
     def forward(self, x):
         SHARED["seen"] += 1
         return {"logit": super().forward(x) * 1e9, "calls": torch.tensor(float(SHARED["seen"]))}

@@ -60,8 +60,6 @@ class Logarithm(nn.Module):
 
 
 class LogarithmAndMean(nn.Module):
-    """A mean over no element behind it."""
-
     def __init__(self):
         super().__init__()
         self.read = Logarithm()

@@ -40,7 +40,6 @@ def patched(project):
 
 
 def run(model, x):
-    """The output, and the gradient of its mean."""
     model.zero_grad()
     output = model(torch.tensor(x))
     output.mean().backward()

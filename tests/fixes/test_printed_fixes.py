@@ -25,7 +25,6 @@ class Step:
 
 
 def rows(*indices, of):
-    """A tensor whose rows at these indices are zero."""
     made = of.clone()
     made[list(indices)] = 0
     return made

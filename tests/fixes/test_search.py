@@ -218,8 +218,6 @@ class Shares(nn.Module):
 
 
 class Stopping(Listener):
-    """Interrupts the first trial, and lists the stages that begin after it."""
-
     stops_gently = True
 
     def __init__(self):

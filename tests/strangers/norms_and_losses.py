@@ -52,7 +52,6 @@ def product_that_even_float64_cannot_hold():
 
 
 def zeros(function):
-    """Some of the values are exactly zero, and have gradients."""
     return Lifted(lambda h, x: function((h.float() * torch.tensor([0.0, 1.0] * 4)).abs()))
 
 

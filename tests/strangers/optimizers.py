@@ -10,8 +10,6 @@ EXAMPLES = torch.ones(4, 6)
 
 
 def after_step(make, **options):
-    """What is saved after one step of an optimizer, which changes the model."""
-
     def batch(model):
         optimizer = make(model.parameters(), lr=1e-3, **options)
         model(EXAMPLES).float().mean().backward()

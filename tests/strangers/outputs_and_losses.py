@@ -34,8 +34,6 @@ ASKED = "numerics . masked_fill log-of-zero"
 @rows(ASKED, played(2), 8, 6, name="loss that asks for a masked move", loss=of_moves)
 @rows(ASKED, played(0), 8, 6, name="loss that is smoothed", loss=smoothed)
 class Policy(nn.Linear):
-    """Illegal moves get -inf, on purpose."""
-
     def forward(self, x, legal):
         return super().forward(x).masked_fill(~legal, -math.inf)
 
@@ -156,8 +154,6 @@ ADVICE = ("and take F.log_softmax of them here",)
 @rows(LOG, {"x": normal(4, 8)}, True, never=ADVICE, loss=log_of_output)
 @rows(LOG, {"x": 1e4 * normal(4, 8)}, False, says=ADVICE, loss=log_of_output)
 class Chooser(nn.Linear):
-    """A softmax, and a logarithm of it in another function."""
-
     def __init__(self, masked):
         super().__init__(8, 4)
         self.masked = masked

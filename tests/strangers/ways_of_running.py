@@ -176,8 +176,6 @@ class Quantized(nn.Module):
 
 
 class Scaled(nn.Module):
-    """A weight and a running average, read and written by way of `.data`."""
-
     def __init__(self, scale=1.0):
         super().__init__()
         self.inner = nn.Linear(8, 8)
