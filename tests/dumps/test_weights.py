@@ -124,9 +124,4 @@ def test_bookkeeping():
     assert all(map(is_bookkeeping, names.split()))
     assert not is_bookkeeping("1" * 200_000 + "a")  # each letter is looked at once
     assert not any(map(is_bookkeeping, "image optimal_flow schedule_mask orange scaler string".split()))
-
-
-def test_random_state():
-    assert is_random_state("cuda_rng_state")
-    assert not is_random_state("optimizer")
     assert not is_random_state("orange")

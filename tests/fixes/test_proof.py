@@ -29,27 +29,6 @@ def test_the_docs_list_the_criteria_in_their_order():
     assert told == [name for name, _ in CRITERIA]
 
 
-def test_every_criterion_is_told_as_passed_or_not_checked(sample_reports):
-    report = sample_reports["residual_stream"]
-    checks = {check.name: check for check in report.fixes[0].checks}
-    assert list(checks) == [
-        "output",
-        "loss",
-        "gradients",
-        "healthy samples",
-        "samples to blame alone",
-        "samples in another order",
-        "small noise on the inputs",
-        "inputs halved",
-        "inputs doubled",
-        "other seed",
-    ]
-    unchecked = [name for name, check in checks.items() if check.status == "not-checked"]
-    assert unchecked == ["loss", "other seed"]
-    assert "finite at loss scale" in checks["gradients"].text
-    assert "made-up loss finite" in checks["gradients"].text
-
-
 def test_what_means_another_thing_in_eval_mode_is_no_fix(replay_step):
     hidden = "s = self.lift(x) + (1 - keep) * -1e9\n"
     code = hidden + "if not self.training:\n    return (s > -5e8).float()\nreturn s.softmax(-1)"
