@@ -107,6 +107,8 @@ def taken_back(output, _):
 
 
 LABELED = {**BATCH, "label": torch.ones(4, 2)}
+SCALED = {"loss": mean, "loss_scale": 1e8}
+rows("loss-scale * * loss-scale-overflow", BATCH, name="a loss scale that is too high", **SCALED)(relu)
 rows("healthy", LABELED, name="loss that autocast refuses", loss=refused_by_autocast, inputs="x")(relu)
 rows("precision <loss> to gradient-overflow", BATCH, name="gradient fp16 cannot take back", loss=taken_back)(relu)
 

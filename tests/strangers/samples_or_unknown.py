@@ -61,6 +61,8 @@ UNKNOWN = {
 }
 KNOWN = {
     "plain": (lambda self, x: self.end(self.entry(x)), FLAT),
+    "nothing but a sequence": (lambda self, x: self.end(self.entry(x)), SERIES),
+    "with its target": (lambda self, x, y: self.end(self.entry(x)) - y[:, None], {**FLAT, "y": normal(4)}),
     "tokens and back": (
         lambda self, x, y: self.end(self.entry(x.reshape(-1, 8)).view(4, 6, 8)) - y[:, None, None],
         {**SERIES, "y": normal(4)},
