@@ -99,6 +99,7 @@ STEPS = {
     "where": guarded(
         "return torch.where(h > 0, torch.sqrt(h), torch.zeros_like(h))",
         "return torch.where(h > 0, torch.sqrt(torch.where(h > 0, h, 1.0)), torch.zeros_like(h))",
+        is_quick=False,
     ),
     "nan to num": guarded(
         "return (h / h.sum(-1, keepdim=True)).nan_to_num()",

@@ -126,6 +126,7 @@ return others.logsumexp(1).mean()
 """
 
 
+@pytest.mark.slow
 def test_a_loss_of_pairs_is_not_asked_of_one_sample(replay_step):
     """Every sample beside all others, of which a batch of one has none."""
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
@@ -137,7 +138,8 @@ def test_a_loss_of_pairs_is_not_asked_of_one_sample(replay_step):
     assert (alone.status, "at another operation" in alone.text) == ("not-checked", True)
 
 
-@pytest.mark.parametrize(("size", "holds"), [pytest.param(1.0, True, marks=pytest.mark.slow), (1e-13, False)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "holds"), [(1.0, True), (1e-13, False)])
 def test_healthy_samples_that_failed_too_are_compared_alone(size, holds, replay_step):
     """BatchNorm carries what one row makes into every other.
 

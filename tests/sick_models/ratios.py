@@ -11,8 +11,6 @@ from sick_models.case import Batch, case, rand, randn, seeded
 
 
 class DepthNetwork(nn.Module):
-    """Images [batch, 3, 8, 8] -> depth [batch, 8, 8]."""
-
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GELU(), nn.Conv2d(8, 1, 1))
