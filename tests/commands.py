@@ -10,5 +10,4 @@ def run(*arguments):
 
 
 def words(text):
-    """The text without its line breaks."""
     return " ".join(text.split())

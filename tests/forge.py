@@ -88,7 +88,6 @@ def archive(pickle, storages=(b"\x00" * 8,), compression=zipfile.ZIP_STORED, fol
 
 
 def saved(value, **options):
-    """The bytes that torch.save writes."""
     buffer = io.BytesIO()
     torch.save(value, buffer, **options)
     return buffer.getvalue()

@@ -17,7 +17,6 @@ NAN, INF = math.nan, math.inf
 
 
 def stats(*values, path="", shape=None):
-    """Return the statistics and counts of a tensor with these values."""
     finite = [value for value in values if math.isfinite(value)]
     nonfinite = [index for index, value in enumerate(values) if not math.isfinite(value)]
     magnitudes = sorted(abs(value) for value in finite if value)
@@ -64,7 +63,6 @@ def call(module, enter, leave, *, inputs=(GOOD,), outputs=(GOOD,), depth=None, n
 
 
 def trace(*calls, batch=(GOOD,), output=(GOOD,), low=True, raised=None, **fields):
-    """Return a trace of these calls, in fp16 under autocast or as the fp32 reference."""
     return Trace(
         policy="cuda" if low else "fp32",
         format=FP16 if low else FP32,
@@ -80,7 +78,6 @@ def trace(*calls, batch=(GOOD,), output=(GOOD,), low=True, raised=None, **fields
 
 
 def reference(*calls, **fields):
-    """Return a trace of the fp32 reference."""
     return trace(*calls, low=False, **fields)
 
 

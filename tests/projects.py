@@ -83,5 +83,4 @@ def added(fix):
 
 
 def failures(fix):
-    """The names of the checks that a fix failed."""
     return [check.name for check in fix.checks if check.status == "failed"]

@@ -34,23 +34,23 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 34_196, "tests": 29_660, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 34_278, "tests": 29_347, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
-    FILES: 2_974,
+    FILES: 2_976,
     "autocast": 749,
     "capture": 2_387,
-    "causes": 2_515,
-    "changes": 2_953,
+    "causes": 2_516,
+    "changes": 2_957,
     "cli": 826,
     "diagnosis": 1_842,
     "dumps": 3_123,
-    "engine": 2_994,
+    "engine": 2_990,
     "evidence": 1_691,
-    "fixes": 4_102,
+    "fixes": 4_179,
     "fleet": 651,
     "repro_scripts": 540,
-    "step": 3_055,
+    "step": 3_057,
     "tracing": 1_544,
     "views": 2_250,
 }

@@ -11,7 +11,6 @@ NOTEBOOKS = sorted((Path(__file__).parent.parent / "docs" / "notebooks").glob("*
 
 
 def outputs_of(notebook):
-    """What each code cell gives: the kinds of data, and their text unless a card is shown in its place."""
     return [
         [(sorted(it), "text/html" in it or words(it["text/plain"])) for it in (output.data for output in cell.outputs)]
         for cell in notebook.cells

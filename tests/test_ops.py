@@ -75,7 +75,6 @@ def large(*shape):
 
 
 def recorded(run):
-    """The calls that `run` makes, and what it gives."""
     calls = []
 
     def record(call, proceed):
@@ -111,8 +110,6 @@ def test_terms_are_as_many_as_ones_that_are_summed(name):
 
 
 class Only(nn.Module):
-    """A model of one op, on numbers whose products pass fp16's limit."""
-
     def __init__(self, call):
         super().__init__()
         self.call = call

@@ -11,7 +11,6 @@ CASE = "weights/one-nan"
 
 @pytest.fixture
 def outcomes(monkeypatch):
-    """The benchmark as a module."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import outcomes
 

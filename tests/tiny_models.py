@@ -9,23 +9,17 @@ from torch import nn
 
 @dataclass
 class Prediction:
-    """A dataclass output."""
-
     logit: torch.Tensor
     hidden: list[torch.Tensor]
     name: str = "prediction"
 
 
 class Pair(NamedTuple):
-    """A named tuple output."""
-
     first: torch.Tensor
     second: torch.Tensor
 
 
 class Returns(nn.Module):
-    """Gives whatever `make` makes of its input."""
-
     def __init__(self, make):
         super().__init__()
         self.make = make
@@ -50,15 +44,11 @@ class Chain(nn.Module):
 
 
 class Recursive(nn.Module):
-    """Halves its input and calls itself until `depth` is used up."""
-
     def forward(self, x, depth):
         return x if depth == 0 else self(x / 2, depth - 1)
 
 
 class Raises(nn.Module):
-    """Refuses every input."""
-
     def forward(self, x):
         raise ValueError("refused")
 
@@ -104,8 +94,6 @@ class Overflowing(nn.Module):
 
 
 class Drops(nn.Module):
-    """Dropout in front of a linear layer."""
-
     def __init__(self, width=64):
         super().__init__()
         self.dropout = nn.Dropout(0.5)

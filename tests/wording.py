@@ -22,7 +22,6 @@ def words(text: str) -> list[str]:
 
 
 def plain_text(blocks, width: int = 100) -> str:
-    """Return the document as a terminal shows it, without colours."""
     console = Console(file=io.StringIO(), width=width, color_system=None)
     with console.capture() as captured:
         print_document(blocks, console)

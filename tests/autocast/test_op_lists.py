@@ -188,7 +188,6 @@ SLOW = (
 
 @pytest.fixture
 def bench(monkeypatch):
-    """The benchmark as a module."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     import autocast_judge
 

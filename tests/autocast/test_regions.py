@@ -176,8 +176,6 @@ def test_custom_functions(policy, cast_inputs, result, expected):
 
 
 class Literals(nn.Module):
-    """Sends everything to CUDA by every spelling."""
-
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(2, 2, device="cuda").cuda().to("cuda:0").to(device="cuda")

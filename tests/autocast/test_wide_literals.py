@@ -38,8 +38,6 @@ def test_half_precision_by_name_is_wide_in_a_reference(maker, dtype):
 
 
 class Made(nn.Module):
-    """Adds up in a tensor that it makes itself."""
-
     def __init__(self, make):
         super().__init__()
         torch.manual_seed(0)

@@ -129,7 +129,6 @@ def marked(run):
 
 
 def update_after_the_block(run):
-    """The block marks the forward alone."""
     for number, batch in run:
         with run.step(batch):
             loss = run.loss(batch)
@@ -199,7 +198,6 @@ def marked_closures(run):
 
 
 def checkpointed(run):
-    """The backward pass computes the forward again."""
     for number, batch in run:
         loss = loss_of(checkpoint(run.model, batch[0], use_reentrant=False), batch)
         run.backward(run.watch(loss, batch))
@@ -219,7 +217,6 @@ def one_buffer(run):
 
 
 def back_to_a_checkpoint(run):
-    """A loss that is NaN makes the loop go back."""
     for number, batch in run:
         loss = run.loss(batch)
         if loss.isfinite():

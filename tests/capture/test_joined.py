@@ -108,7 +108,6 @@ def test_generators_are_read_after_every_draw(draw):
 
 
 def watch(model, recorder, batch):
-    """A step up to its backward pass."""
     with cuda_autocast():
         loss = loss_of(model(batch[0]), batch)
     recorder.watch(loss, batch)

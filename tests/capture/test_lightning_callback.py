@@ -74,7 +74,6 @@ def fit(callback, model, batches, **options):
 
 
 def fit_in_half(callback, **options):
-    """Six batches under AMP, of which the fourth overflows."""
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     torch.manual_seed(0)
     model, batches = Lit(width=6), [make_batch(number == 3) for number in range(6)]
@@ -102,8 +101,6 @@ def test_a_training_that_dies_is_replayed_bit_for_bit(tmp_path):
 
 
 class Annealed(Lit):
-    """Divides by what is left of three steps."""
-
     def training_step(self, batch, batch_idx):
         left = 3 - self.global_step + self.trainer.current_epoch
         self.logger or self.log("left", left)

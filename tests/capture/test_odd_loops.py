@@ -23,15 +23,11 @@ class Unmixed(Net):
 
 
 class InPlace(Net):
-    """Writes to its input, as fast code does."""
-
     def forward(self, x):
         return super().forward(x.div_(x.norm(dim=-1, keepdim=True)))
 
 
 class Lazy(Net):
-    """Weights and buffers get their shapes in the first forward."""
-
     def __init__(self):
         super().__init__(divides=True)
         self.enter, self.norm = nn.LazyLinear(8, bias=False), nn.LazyBatchNorm1d()
@@ -53,8 +49,6 @@ class Recurrent(Net):
 
 
 class Last(nn.Module):
-    """The outputs of an LSTM, without its state."""
-
     def forward(self, made):
         return made[0]
 

@@ -23,7 +23,6 @@ def record(tmp_path, model, **options):
 
 
 def watch_dropout(model):
-    """What the dropout gave at each of its calls."""
     given = []
     model.dropout.register_forward_hook(lambda _, __, output: given.append(output.detach().clone()))
     return given
@@ -87,8 +86,6 @@ def test_an_output_that_the_loop_wrote_to_is_not_compared(tmp_path, num_calls):
 
 
 class Noisy(nn.Linear):
-    """Draws and makes numbers without a dtype."""
-
     def forward(self, x):
         return super().forward(x + torch.rand(4, 3)) / torch.linspace(0, 1, 2)
 

@@ -105,7 +105,6 @@ def ranks(ready_python):
 
 
 def train(ranks, folder, way):
-    """What each of two ranks printed."""
     script = folder / f"train_{way}.py"
     script.write_text(SCRIPT)
     for rank, python in enumerate(ranks):

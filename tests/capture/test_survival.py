@@ -20,7 +20,6 @@ from nandoctor.dumps.reader import read_dump
 
 
 def fail_in(folder, batch=None, **options):
-    """A step that fails on its own, recorded into the folder."""
     model = nn.Linear(4, 4)
     recorder = Recorder(model, folder=folder, arguments={"in_features": 4, "out_features": 4}, **options)
 
@@ -73,8 +72,6 @@ def test_a_file_that_is_being_written_is_no_orphan(tmp_path):
 
 
 class Raises:
-    """A batch, or a part of one, that raises wherever it is looked at."""
-
     def __getattr__(self, name):
         raise RuntimeError(name)
 
@@ -183,8 +180,6 @@ class NotReady(nn.Linear):
 
 
 class Closed(nn.ReLU):
-    """It says in its own words that an attribute is missing."""
-
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)

@@ -31,8 +31,6 @@ class Segmenter(nn.Module):
 
 
 class Gambler(nn.Module):
-    """Draws from every generator that there is on a CPU."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)

@@ -23,7 +23,6 @@ _NUMBERS = itertools.count()
 
 
 def step_of(code, folder, x):
-    """A step of the model whose forward has this code."""
     path = folder / f"net_{next(_NUMBERS)}.py"
     path.write_text(FILE.format(code.replace("\n", "\n        ")))
     spec = importlib.util.spec_from_file_location(path.stem, path)

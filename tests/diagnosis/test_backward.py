@@ -57,13 +57,10 @@ class Recurrent(nn.Module):
 
 
 def branching(lifted, _):
-    """An activation in fp16 that goes to several ops."""
     return torch.stack([lifted * factor for factor in (1.0, 1.5, 0.5, 1.2)]).float().sum(0)
 
 
 class Tied(nn.Module):
-    """A weight in fp16, without autocast, that is used twice."""
-
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4, 8).half())

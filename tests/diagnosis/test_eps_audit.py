@@ -14,7 +14,6 @@ from nandoctor.evidence.formats import FP16
 
 
 def audited(function):
-    """The audit of a function of an fp16 tensor."""
     return audit(trace_ops(Lifted(function), torch.linspace(-1, 1, 16).view(2, 8)))
 
 

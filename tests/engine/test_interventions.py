@@ -17,8 +17,6 @@ from nandoctor.evidence.formats import FP16, FP32
 
 
 class Branch(nn.Module):
-    """A branch with ops of its own around a child."""
-
     def __init__(self):
         super().__init__()
         self.eps = 1e-8
@@ -31,8 +29,6 @@ class Branch(nn.Module):
 
 
 class Net(nn.Module):
-    """Tensors [n, 4] -> [n, n] probabilities."""
-
     def __init__(self):
         super().__init__()
         self.first = nn.Linear(4, 4)
@@ -56,7 +52,6 @@ def execute(step, *edits, watch=MODULES_ONLY):
 
 
 def dtypes(outcome):
-    """The format of what each module returned."""
     return {call.module: call.outputs[0].dtype for call in outcome.trace.calls}
 
 

@@ -110,8 +110,6 @@ def test_without_it_every_one_of_these_writes_shows():
 
 
 class Codebook(nn.Module):
-    """Moves its codes towards what it sees, through `.data`."""
-
     def __init__(self):
         super().__init__()
         self.codes = nn.Parameter(torch.ones(4), requires_grad=False)
@@ -204,8 +202,6 @@ def test_hooks_attributes_and_containers_are_as_they_were():
 
 
 class Counted(nn.Linear):
-    """Overflows, and counts its calls outside of itself."""
-
     def forward(self, x):
         SHARED["seen"] += 1
         return {"logit": super().forward(x) * 1e9, "calls": torch.tensor(float(SHARED["seen"]))}
@@ -230,6 +226,7 @@ class Gain(nn.Linear):
         return super().forward(x), self.gain
 
 
+@pytest.mark.slow
 def test_a_buffer_that_is_returned_is_read_before_it_is_put_back(replay):
     fixes = replay(Gain, {"x": torch.zeros(3, 4)}).fixes
     assert next(fix.title for fix in fixes if fix.verified).startswith("Give div the value 2 and no gradient")

@@ -39,7 +39,6 @@ def run_once(model, *, policy=REFERENCE, training=False, seed=0, **batch):
 
 
 def failing(model):
-    """A chain that fails with finite values after `model`."""
     return Chain(part=model, end=Raises())
 
 
@@ -170,8 +169,6 @@ def test_a_step_that_draws_float64_does_so_in_fp64_too():
 
 
 class Keeping(nn.Module):
-    """A linear layer, a weight of its own and a buffer."""
-
     def __init__(self):
         super().__init__()
         self.large = nn.Linear(256, 256)

@@ -20,22 +20,16 @@ from nandoctor.evidence.trace import NonfiniteCounts, TensorStats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """One of two records that go by their kind."""
-
     kind: str = "round"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Square:
-    """The other."""
-
     kind: str = "square"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Everything:
-    """Every kind of hint that a record may have."""
-
     tensors: tuple[TensorStats, ...]
     pair: tuple[str, int]
     value: float
@@ -101,16 +95,12 @@ def test_the_sample_is_neither_written_nor_read():
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spot:
-    """A record that stands inside others."""
-
     row: int
     note: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A record whose spot is inlined, and one whose spot is not."""
-
     spot: Spot = field(metadata=INLINED)
     other: Spot
     size: float

@@ -95,6 +95,7 @@ def replay_mixture(project):
     return replay_mixture
 
 
+@pytest.mark.slow
 def test_every_line_of_a_loss_that_overflows_is_widened(replay_step, project):
     batch = {"image": torch.randn(16, 6), "text": torch.randn(16, 5)}
     layers = "self.image, self.text = nn.Linear(6, 4), nn.Linear(5, 4)"
@@ -144,6 +145,7 @@ def test_infinities_that_are_meant_stay_in_the_output(replay_step):
     assert output.text.startswith("finite except for infinities that fp32 has there too")
 
 
+@pytest.mark.slow
 def test_an_infinity_that_a_loss_does_not_forgive_is_mended(replay_step):
     """The loss cuts -inf off, and its gradients are NaN all the same: where log gets 0 is the place to change."""
     present = torch.ones(4, 4)
@@ -204,6 +206,7 @@ def test_a_loss_in_which_the_failure_is_is_not_left_out(replay_mixture):
     assert any("fails in its loss" in note for note in report.search_notes)
 
 
+@pytest.mark.slow
 def test_a_loss_with_an_infinite_term_is_compared(replay_step):
     """Of an infinite sum no digit is known: that must not excuse every other value of it."""
     batch = {"x": torch.randn(8, 6), "label": torch.randint(0, 5, (8,))}

@@ -26,6 +26,7 @@ def test_both_samples_are_mended_and_told(replay_step):
     assert [diagnosis.origin.elements.samples for diagnosis in report.also] == [(3,)]
 
 
+@pytest.mark.slow
 def test_the_later_one_may_be_a_matter_of_precision(replay_step):
     """A product of another sample, which passes fp16's range, stands behind a sum that couples the samples."""
     x = torch.ones(4, 4) * torch.tensor([[1.0], [0.0], [1e8], [2.0]])
@@ -59,8 +60,6 @@ class Logarithm(nn.Module):
 
 
 class LogarithmAndMean(nn.Module):
-    """A mean over no element behind it."""
-
     def __init__(self):
         super().__init__()
         self.read = Logarithm()
@@ -86,6 +85,7 @@ LAYER = eye(2, 1e4)
 """A layer of torch whose product passes fp16's range."""
 
 
+@pytest.mark.slow
 def test_a_layer_in_fp32_is_written_beside_another_change(replay_step):
     """The logarithm is of a zero, in fp32 too."""
     x = torch.tensor([[1.0, 2.0], [10.0, 3.0], [0.0, 4.0]])
@@ -96,6 +96,7 @@ def test_a_layer_in_fp32_is_written_beside_another_change(replay_step):
     assert "torch.log((h * 1e-4).clamp(min=" in best.patch
 
 
+@pytest.mark.slow
 def test_an_exponential_past_float64_is_an_overflow(replay_step):
     x = torch.tensor([[0.01, 0.02], [10.0, 3.0], [-10.0, 4.0]])
     loss = "return output.float().mean()"

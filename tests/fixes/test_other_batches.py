@@ -40,7 +40,6 @@ def patched(project):
 
 
 def run(model, x):
-    """The output, and the gradient of its mean."""
     model.zero_grad()
     output = model(torch.tensor(x))
     output.mean().backward()
@@ -81,7 +80,7 @@ def gradient_at_bound(gradient):
         yield
 
 
-@pytest.mark.parametrize("gradient", [0, 1])
+@pytest.mark.parametrize("gradient", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_bound_that_fp16_rounds_to_the_edge_is_refused(gradient, patched):
     with gradient_at_bound(gradient):
         _, model = patched(*CIRCLE)
@@ -89,14 +88,16 @@ def test_a_bound_that_fp16_rounds_to_the_edge_is_refused(gradient, patched):
         assert run(model, [[1.0] * 4, [0.5] * 4])[1].isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "other"),
     [
-        pytest.param(RATIO, [[-1.0, -2.0, -3.0, -4.0], [0.5, -2.5, 0.5, 0.5]], id="sum"),
-        pytest.param(INVERSE, [[-1.0, 1.0, 1.0, 1.0], [4.0] * 4], id="power", marks=pytest.mark.slow),
-        pytest.param(COUNT, [[2.0, 0.0, 0.0, 2.0], [2.0] * 4], id="count", marks=pytest.mark.slow),
-        pytest.param(UNIT, [[-1.0, -2.0, -3.0, -4.0], [0.5] * 4], id="norm", marks=pytest.mark.slow),
+        (RATIO, [[-1.0, -2.0, -3.0, -4.0], [0.5, -2.5, 0.5, 0.5]]),
+        (INVERSE, [[-1.0, 1.0, 1.0, 1.0], [4.0] * 4]),
+        (COUNT, [[2.0, 0.0, 0.0, 2.0], [2.0] * 4]),
+        (UNIT, [[-1.0, -2.0, -3.0, -4.0], [0.5] * 4]),
     ],
+    ids=["sum", "power", "count", "norm"],
 )
 def test_other_divisors_are_left_as_they_are(case, other, patched):
     fix, model = patched(*case)
@@ -106,7 +107,9 @@ def test_other_divisors_are_left_as_they_are(case, other, patched):
     assert "clamp" not in fix.patch
 
 
-@pytest.mark.parametrize("case", [pytest.param(HIDDEN, id="hidden"), pytest.param(EMPTY, id="empty")])
+@pytest.mark.parametrize(
+    "case", [pytest.param(HIDDEN, id="hidden", marks=pytest.mark.slow), pytest.param(EMPTY, id="empty")]
+)
 def test_a_nan_from_upstream_stays_one(case, patched):
     _, model = patched(*case)
     with torch.no_grad():

@@ -25,7 +25,6 @@ class Step:
 
 
 def rows(*indices, of):
-    """A tensor whose rows at these indices are zero."""
     made = of.clone()
     made[list(indices)] = 0
     return made
@@ -100,6 +99,7 @@ STEPS = {
     "where": guarded(
         "return torch.where(h > 0, torch.sqrt(h), torch.zeros_like(h))",
         "return torch.where(h > 0, torch.sqrt(torch.where(h > 0, h, 1.0)), torch.zeros_like(h))",
+        is_quick=False,
     ),
     "nan to num": guarded(
         "return (h / h.sum(-1, keepdim=True)).nan_to_num()",
@@ -111,12 +111,14 @@ STEPS = {
         "guarded = h.sum(-1, keepdim=True)",
         "h = torch.where(guarded == 0, 0.0, h / torch.where(guarded == 0, 1.0, guarded))",
         is_workaround=True,
+        is_quick=False,
     ),
     "visible": guarded("return h.sum(-1).sqrt()", "return h.sum(-1).clamp(min=1e-12).sqrt()", is_quick=False),
     "a condition that stands there is not written again": guarded(
         "n = h.pow(2).sum(\n    -1, keepdim=True\n).sqrt()\nreturn torch.where(h > 0, h.sqrt(), h) / (n + 1e-3)",
         ").clamp(min=1e-6).sqrt()",
         "return torch.where(h > 0, torch.where(h > 0, h, 1.0).sqrt(), h) / (n + 1e-3)",
+        is_quick=False,
     ),
     "divided": hidden(
         "1 / distance",
@@ -156,6 +158,7 @@ STEPS = {
             "gain = (ratio * advantage.double()).float()",
         ),
         cause="exp-overflow",
+        is_quick=False,
     ),
     "a share that fits in fp64, from before helpers": Step(
         code={
@@ -239,6 +242,7 @@ STEPS = {
         batch={"rays": torch.where(torch.arange(4)[:, None] == 2, -1.0, UNIFORM[:, :3] + 0.5)},
         lines=("return depth, torch.where(depth == 0, 0.0, 1 / torch.where(depth == 0, 1.0, depth))",),
         is_workaround=True,
+        is_quick=False,
     ),
     "the half of a table that is left out": clamped(
         "i = torch.arange(40.0)\nd = 0.05 ** (i[:, None] - i)\n"
@@ -292,6 +296,7 @@ def test_the_first_fix_is_what_an_expert_writes(name, project):
     assert report.verdict != project.verdict_with(fix) == "healthy"
 
 
+@pytest.mark.slow
 def test_a_cast_that_fails_the_backward_alone_is_widened(project):
     layers = "self.lift = nn.Linear(4, 3)\nself.scale = nn.Parameter(torch.tensor([0.5, 1e-2, 1e-9]))"
     project.write("a = self.scale.half()\nreturn self.lift(x) * torch.sqrt(a)", layers=layers, loss=SQUARES)

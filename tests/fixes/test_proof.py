@@ -29,27 +29,6 @@ def test_the_docs_list_the_criteria_in_their_order():
     assert told == [name for name, _ in CRITERIA]
 
 
-def test_every_criterion_is_told_as_passed_or_not_checked(sample_reports):
-    report = sample_reports["residual_stream"]
-    checks = {check.name: check for check in report.fixes[0].checks}
-    assert list(checks) == [
-        "output",
-        "loss",
-        "gradients",
-        "healthy samples",
-        "samples to blame alone",
-        "samples in another order",
-        "small noise on the inputs",
-        "inputs halved",
-        "inputs doubled",
-        "other seed",
-    ]
-    unchecked = [name for name, check in checks.items() if check.status == "not-checked"]
-    assert unchecked == ["loss", "other seed"]
-    assert "finite at loss scale" in checks["gradients"].text
-    assert "made-up loss finite" in checks["gradients"].text
-
-
 def test_what_means_another_thing_in_eval_mode_is_no_fix(replay_step):
     hidden = "s = self.lift(x) + (1 - keep) * -1e9\n"
     code = hidden + "if not self.training:\n    return (s > -5e8).float()\nreturn s.softmax(-1)"
@@ -147,6 +126,7 @@ return others.logsumexp(1).mean()
 """
 
 
+@pytest.mark.slow
 def test_a_loss_of_pairs_is_not_asked_of_one_sample(replay_step):
     """Every sample beside all others, of which a batch of one has none."""
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
@@ -158,7 +138,8 @@ def test_a_loss_of_pairs_is_not_asked_of_one_sample(replay_step):
     assert (alone.status, "at another operation" in alone.text) == ("not-checked", True)
 
 
-@pytest.mark.parametrize(("size", "holds"), [pytest.param(1.0, True, marks=pytest.mark.slow), (1e-13, False)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "holds"), [(1.0, True), (1e-13, False)])
 def test_healthy_samples_that_failed_too_are_compared_alone(size, holds, replay_step):
     """BatchNorm carries what one row makes into every other.
 
@@ -252,6 +233,7 @@ return self.lift(x).float() / norms
 """
 
 
+@pytest.mark.slow
 def test_a_guard_that_leaves_a_buffer_nan_is_told(replay_step):
     report = replay_step(QUOTIENTS, {"x": torch.tensor([[3.0, 1.0], [0.0, 0.0]])}, layers=KEPT)
     guard = next(item for item in report.fixes if item.patch.count("\n+ ") == 1 and "/ norms.clamp" in item.patch)

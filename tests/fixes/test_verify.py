@@ -130,8 +130,6 @@ def test_what_a_finite_step_is_off_by_is_not_allowed_for():
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Detached(SingleEdit):
-    """Run an op on its argument without a graph."""
-
     site: OpSite
 
     def run(self, op):
@@ -139,8 +137,6 @@ class Detached(SingleEdit):
 
 
 class TwoWays(nn.Module):
-    """A root whose gradient is infinite at 0, beside a layer that is sound."""
-
     def __init__(self):
         super().__init__()
         self.deep, self.wide = nn.Linear(4, 4, bias=False), nn.Linear(4, 4)

@@ -39,7 +39,6 @@ def choose_cases() -> list[Case]:
 
 
 def make_dumps(folder: Path, number: int) -> dict[Path, str]:
-    """Write `number` dumps below `folder`, and give the cause of each."""
     cases = choose_cases()
     code = f"import sys\n\nsys.path.append({str(TESTS)!r})\nfrom fleet.many_dumps import choose_cases\n\n"
     tables = ["[tool.nandoctor]\n"]

@@ -17,7 +17,6 @@ pytestmark = pytest.mark.slow
 
 
 def write_dump(path, model, spec, *, training):
-    """The dump of one step under CUDA's autocast, from the seeds that a replay starts with."""
     model.train(training)
     random.seed(0)
     np.random.seed(0)

@@ -28,8 +28,6 @@ def proved_here():
 
 
 class Written(Eye):
-    """A layer whose output, in fp16, goes through `function`."""
-
     width = 4
 
     def __init__(self, function):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from sick_models.case import Batch, case, rand, randn, scaled, seeded
+from sick_models.case import Batch, case, randn, scaled, seeded
 
 
 def classes(output: Tensor, batch: Batch) -> Tensor:
@@ -78,22 +78,6 @@ class Depthwise(nn.Module):
         return self.head(self.activate(self.filter(self.expand(image))))
 
 
-class BikeCounts(nn.Module):
-    """A table [batch, 6] whose hidden features are around a hundred."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden = scaled(nn.Linear(6, 32), 100.0)
-        self.count = scaled(nn.Linear(32, 1), 0.01)
-
-    def forward(self, weather: Tensor) -> Tensor:
-        return self.count(F.relu(self.hidden(weather))).squeeze(-1)
-
-
-def counted(output: Tensor, batch: Batch) -> Tensor:
-    return F.mse_loss(output, batch["count"])
-
-
 class TwoTowers(nn.Module):
     """Songs [batch, 20] and covers [batch, 9] -> similarities over a fixed temperature."""
 
@@ -109,10 +93,6 @@ class TwoTowers(nn.Module):
 
 def matched(output: Tensor, _batch: Batch) -> Tensor:
     return F.cross_entropy(output, torch.arange(len(output), device=output.device))
-
-
-def bicycles() -> Batch:
-    return {"weather": randn(8, 6), "count": 2.0 + rand(8)}
 
 
 CASES = (
@@ -133,16 +113,6 @@ CASES = (
         loss=classes,
         line="grown_x = torch.exp(x.float())",
         repair={"build": seeded(Depthwise, gain=1.0)},
-    ),
-    case(
-        "scale/bike-counts",
-        seeded(BikeCounts),
-        bicycles,
-        "loss-scale count linear loss-scale-overflow",
-        loss=counted,
-        loss_scale=8192.0,
-        line="self.count(F.relu(self.hidden(weather)))",
-        repair={"loss_scale": 16.0},
     ),
     case(
         "scale/two-towers",

@@ -57,8 +57,6 @@ class SlopedAttention(nn.Module):
 
 
 class MusicModel(nn.Module):
-    """Notes [batch, 6] -> logits of the next note."""
-
     def __init__(self, low: float) -> None:
         super().__init__()
         self.notes = nn.Embedding(12, 8)

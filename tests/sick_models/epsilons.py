@@ -23,8 +23,6 @@ class LogBands(nn.Module):
 
 
 class Listener(nn.Module):
-    """Audio [batch, 1, 200] -> (logits, bands)."""
-
     def __init__(self, eps: float) -> None:
         super().__init__()
         self.bands = LogBands(eps)

@@ -31,8 +31,6 @@ class TwoMasks(nn.Module):
 
 
 class Captioner(nn.Module):
-    """Words [batch, 4, 8] that look at image regions [batch, 6, 8]."""
-
     def __init__(self, *, combine: bool) -> None:
         super().__init__()
         self.look = TwoMasks(8, combine=combine)

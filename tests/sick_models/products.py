@@ -49,8 +49,6 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token ids [batch, length] -> (hidden, logits)."""
-
     def __init__(self, gain: float) -> None:
         super().__init__()
         self.embed = nn.Embedding(40, 32)

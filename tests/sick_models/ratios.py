@@ -1,4 +1,4 @@
-"""Divisions by zero and reductions of nothing: empty organs, nothing measured, ignored labels.
+"""Divisions by zero and reductions of nothing: empty organs, nothing measured.
 
 In: nothing. Out: `CASES` of the row "0/0, empty mean".
 """
@@ -11,8 +11,6 @@ from sick_models.case import Batch, case, rand, randn, seeded
 
 
 class DepthNetwork(nn.Module):
-    """Images [batch, 3, 8, 8] -> depth [batch, 8, 8]."""
-
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GELU(), nn.Conv2d(8, 1, 1))
@@ -24,23 +22,6 @@ class DepthNetwork(nn.Module):
 def error_where_measured(output: Tensor, batch: Batch) -> Tensor:
     """No pixel of the lidar was valid: the gradients are zeros, only the loss says NaN."""
     return (output - batch["depth"])[batch["valid"]].abs().mean()
-
-
-class MaskedLanguageModel(nn.Module):
-    """Tokens [batch, length] -> logits [batch, length, 15]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(15, 12)
-        self.mix = nn.TransformerEncoderLayer(12, 2, 24, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(12, 15)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.mix(self.embed(tokens)))
-
-
-def cross_entropy_of_labels(output: Tensor, batch: Batch) -> Tensor:
-    return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
 
 
 class Segmenter(nn.Module):
@@ -72,13 +53,6 @@ def measured(*, any_valid: bool) -> Batch:
     return {"image": rand(2, 3, 8, 8), "depth": rand(2, 8, 8, seed=1), "valid": valid}
 
 
-def labelled(*, some: bool) -> Batch:
-    labels = torch.full((2, 6), -100)
-    if some:
-        labels[0, 1] = 7
-    return {"tokens": torch.arange(12).view(2, 6), "labels": labels}
-
-
 CASES = (
     case(
         "ratio/no-organ",
@@ -99,15 +73,5 @@ CASES = (
         phase="loss",
         line='[batch["valid"]].abs().mean()',
         repair={"batch": lambda: measured(any_valid=True)},
-    ),
-    case(
-        "ratio/all-labels-ignored",
-        seeded(MaskedLanguageModel),
-        lambda: labelled(some=False),
-        "numerics <loss> nll_loss empty-reduction",
-        loss=cross_entropy_of_labels,
-        phase="loss",
-        line='F.cross_entropy(output.flatten(0, 1), batch["labels"]',
-        repair={"batch": lambda: labelled(some=True)},
     ),
 )

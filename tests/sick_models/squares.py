@@ -24,8 +24,6 @@ class ChannelScale(nn.Module):
 
 
 class Colouriser(nn.Module):
-    """Grey images [batch, 1, 12, 12] -> two colour channels of the same size."""
-
     def __init__(self, *, upcast: bool) -> None:
         super().__init__()
         self.stem = scaled(nn.Conv2d(1, 8, 3, padding=1), 700.0)

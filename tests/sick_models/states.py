@@ -60,8 +60,6 @@ class Codebook(nn.Module):
 
 
 class Quantised(nn.Module):
-    """Audio frames [batch, time, 10] -> (frames, codes)."""
-
     def __init__(self, spoiled: Spoil) -> None:
         super().__init__()
         self.encode = nn.Linear(10, 4)
@@ -75,8 +73,6 @@ class Quantised(nn.Module):
 
 
 class Deblur(nn.Module):
-    """Pictures [batch, 1, 9, 9] -> sharper ones."""
-
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Conv2d(1, 6, 3, padding=1), nn.PReLU(), nn.Conv2d(6, 1, 3, padding=1))
@@ -86,8 +82,6 @@ class Deblur(nn.Module):
 
 
 class Weather(nn.Module):
-    """Fields [batch, 2, 8, 8] -> the field of tomorrow."""
-
     def __init__(self) -> None:
         super().__init__()
         self.encode = nn.Conv2d(2, 8, 3, padding=1)

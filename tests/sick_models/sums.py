@@ -41,8 +41,6 @@ class Neighbours(nn.Module):
 
 
 class GraphClassifier(nn.Module):
-    """Nodes [n, 6] and edges [2, e] -> one vector of logits."""
-
     def __init__(self, *, average: bool) -> None:
         super().__init__()
         self.gather = Neighbours(average=average)

@@ -71,8 +71,6 @@ class Slotted:
 
 
 class CFG:
-    """A class that is used as its own only instance."""
-
     width = 3
 
 

@@ -44,8 +44,6 @@ def test_a_diagnosis_is_the_same(case, tmp_path, all_are_large):
 
 
 class Tied(nn.Module):
-    """Uses one weight twice, so that its gradient comes in two parts."""
-
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(8, 8) * 30)

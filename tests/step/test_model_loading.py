@@ -182,8 +182,6 @@ def test_a_module_that_cannot_be_copied_says_what_to_pass():
 
 
 class Net(nn.Module):
-    """Two layers, a buffer, and an entry of the state dict that is no tensor."""
-
     def __init__(self, width=3):
         super().__init__()
         self.encoder = nn.Linear(width, width)

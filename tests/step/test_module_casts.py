@@ -28,7 +28,6 @@ def dump_of(state, casts=CASTS):
 
 
 def seen(model):
-    """The formats that each layer was given and gave."""
     found = []
     for layer in model:
         layer.register_forward_hook(lambda _, args, output: found.append((args[0].dtype, output.dtype)))

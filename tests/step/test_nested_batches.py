@@ -45,14 +45,11 @@ class Misnamed(Classifier):
 
 
 class Plain(Detector):
-    """Takes the images alone."""
-
     def forward(self, images):
         return super().forward(images, LABELS)["scores"]
 
 
 def loss_of(output, batch):
-    """Needs labels in their containers."""
     scores = output["scores"] if isinstance(output, dict) else output
     return scores.float().mean() + batch["labels"][2]["boxes"].sum() * batch["labels"][0]["weight"]
 
@@ -130,7 +127,6 @@ def test_several_arrays_that_all_run_are_not_called_healthy(replay):
 
 
 def wants_a_mask(output, batch):
-    """Asks for what is not there."""
     return output.mean() * batch["mask"]
 
 

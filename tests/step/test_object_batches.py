@@ -20,15 +20,11 @@ Pair = namedtuple("Pair", ["x", "n"])
 
 @dataclass
 class Record:
-    """A batch as a dataclass."""
-
     x: torch.Tensor
     n: int = 2
 
 
 class Slotted:
-    """A batch with slots."""
-
     __slots__ = ("n", "x")
 
     def __init__(self):
@@ -67,15 +63,11 @@ def test_an_object_comes_back_with_its_fields(value):
 
 
 class Averages(nn.Linear):
-    """Calls a method of its batch."""
-
     def forward(self, batch):
         return super().forward(batch.mean())
 
 
 class Molecule(SimpleNamespace):
-    """A batch with a method."""
-
     def mean(self):
         return self.atoms / self.degrees
 
@@ -103,15 +95,11 @@ def test_named_tuples_and_packed_sequences_come_back_as_such():
 
 
 class Reads(nn.Linear):
-    """Reads its batch by attributes, and overflows in fp16."""
-
     def forward(self, batch):
         return super().forward(batch.x) * 1e7
 
 
 class Packs(nn.LSTM):
-    """Takes a packed sequence, and overflows in fp16."""
-
     def forward(self, words):
         return super().forward(words)[0].data * 1e7
 

@@ -237,8 +237,6 @@ def default_device(name):
 
 
 class Counted(nn.Linear):
-    """Counts how often it is built."""
-
     built = 0
 
     def __init__(self):

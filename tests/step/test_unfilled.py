@@ -18,8 +18,6 @@ def all_are_large(monkeypatch):
 
 
 class Drawing(nn.Module):
-    """Initialises its weights in the usual ways."""
-
     def __init__(self):
         super().__init__()
         self.embed, self.trunk = nn.Embedding(9, 4, padding_idx=0), nn.Linear(4, 4)

@@ -11,7 +11,6 @@ from strangers.rows import Row
 
 
 def all_rows() -> dict[str, Row]:
-    """Every row under "family/name"."""
     names = sorted(path.stem for path in Path(__file__).parent.glob("*.py"))
     families = [name for name in names if name not in NO_FAMILIES and not name.startswith("test_")]
     rows = [(f"{name}/{row.name}", row) for name in families for row in import_module(f"strangers.{name}").rows]

@@ -14,8 +14,6 @@ rows = Rows()
 
 
 class Root(torch.autograd.Function):
-    """A root whose backward divides by its result."""
-
     @staticmethod
     def forward(ctx, x):
         root = x.sqrt()
@@ -46,8 +44,6 @@ class Log(torch.autograd.Function):
 
 
 class Hidden(torch.autograd.Function):
-    """A backward that makes infinities and removes them by itself."""
-
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(x)
@@ -103,7 +99,6 @@ def in_function(function, samples):
     holds=in_function("Log", (0,)),
     loss=mean,
 )
-@rows("healthy", PLAIN, Root, 3.0, loss=mean)
 @rows("healthy", PLAIN, Log, 3.0, loss=mean)
 @rows("healthy", ZERO_ROW, Hidden, loss=mean)
 @rows(
@@ -115,7 +110,6 @@ def in_function(function, samples):
     loss=mean,
 )
 def applied(function, bias=0.0):
-    """A function of the squares of a layer."""
     model = Between(Squares(function))
     with torch.no_grad():
         model.entry.bias.fill_(bias)
@@ -140,16 +134,12 @@ def unit(x):
 
 
 class Scripted(nn.Module):
-    """Rows of unit length, by a scripted function."""
-
     def forward(self, x):
         y = torch.relu(x)
         return unit(y)
 
 
 class Centred(nn.Module):
-    """A module to be scripted as a whole."""
-
     def forward(self, x):
         y = x - x.mean()
         if y.dim() > 5:

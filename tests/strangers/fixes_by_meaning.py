@@ -275,7 +275,6 @@ lifted(
 
 # --- no limit: the formula is infinite, or depends on the side; a scale of weights that are 0 needs a floor itself
 
-lifted("decibels", "numerics . log log-of-zero", ZEROS, "none", lambda h, x: h + 20 * torch.log(x))
 lifted("direction of nothing", DIVISION, ZEROS, "none", lambda h, x: h * (x / x.norm(dim=-1, keepdim=True)))
 
 
@@ -396,19 +395,13 @@ def masked(h, x):
     return h[..., :1].masked_fill((x == 0).all(-1, keepdim=True), -torch.inf)
 
 
-def by_name(h, x):
-    scores = masked(h, x)
-    return (F.softmax(scores, dim=-2) * x).sum(-2)
-
-
 def of_the_input(h, x):
     scores = masked(h, x).mT
     return torch.softmax(input=scores, dim=2) @ x
 
 
-for pool in (by_name, of_the_input):
-    words = "numerics . softmax fully-masked-softmax"
-    lifted(pool.__name__, words, PADDED, "verified unmask-rows", pool, samples=(1,))
+UNMASKED = "numerics . softmax fully-masked-softmax"
+lifted("of_the_input", UNMASKED, PADDED, "verified unmask-rows", of_the_input, samples=(1,))
 
 # --- a mask comes too late, by its condition, as its fill and as a factor; and for a softmax by hand
 

@@ -14,8 +14,6 @@ LOG, DIVISION = "numerics . log log-of-zero", "numerics . div division-by-zero"
 
 
 class Lifting(nn.Module):
-    """A linear layer; `h` is what its sigmoid gives."""
-
     def __init__(self):
         super().__init__()
         self.lift = nn.Linear(8, 4)

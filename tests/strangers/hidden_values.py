@@ -85,7 +85,6 @@ def masked(model, h):
 
 
 def squares(h):
-    """More than fp16 holds."""
     return (300 + h.abs()) * (300 + h.abs())
 
 

@@ -15,8 +15,6 @@ rows = Rows()
 
 
 class Base(nn.Module):
-    """A model of these layers and buffers."""
-
     def __init__(self, layers):
         super().__init__()
         for name, part in layers().items():

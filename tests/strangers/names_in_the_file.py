@@ -79,22 +79,12 @@ POISONED = "input . - poisoned-input"
 @rows("healthy", with_an_optimizer(), 8, 3, name="an optimizer")
 @rows("cannot-tell", with_an_optimizer(first_moment=math.nan), 8, 3, name="an optimizer whose first moments are NaN")
 @rows("cannot-tell", with_an_optimizer(rate=math.nan), 8, 3, name="an optimizer whose learning rate is NaN")
-@rows("cannot-tell", with_an_optimizer(rate=math.inf), 8, 3, name="an optimizer whose learning rate is infinite")
 @rows("not-reproduced", {**GAUGES, "scaler": {"scale": 0.0}}, 8, 3, name="a loss scale of 0", loss=where_known)
 @rows("not-reproduced", {**GAUGES, "lr": math.inf}, 8, 3, name="a rate of infinity", loss=where_known)
 @rows("healthy", {**GAUGES, "best": math.inf, "lr": 0.0}, 8, 3, name="the start of a search", loss=where_known)
 @rows("cannot-tell", with_another_output, 8, 3, name="the output of another step")
 @rows("cannot-tell", with_its_logit, 8, 3, name="gaps that nobody reads beside an output that agrees")
 @rows("healthy", with_its_logit, 8, 3, name="gaps that the loss reads beside it", loss=where_known)
-@rows(
-    "not-reproduced",
-    {**GAUGES, "norm": math.nan},
-    8,
-    3,
-    name="a NaN that neither loss nor gradients have",
-    loss=where_known,
-)
-@rows("healthy", GAUGES, 8, 3, name="target with gaps of the output's shape", loss=where_known)
 @rows("input . - poisoned-target", GAUGES, 8, 3, name="gaps that are multiplied away", loss=times_known)
 class Locator(nn.Linear):
     def forward(self, waypoints):

@@ -10,8 +10,6 @@ EXAMPLES = torch.ones(4, 6)
 
 
 def after_step(make, **options):
-    """What is saved after one step of an optimizer, which changes the model."""
-
     def batch(model):
         optimizer = make(model.parameters(), lr=1e-3, **options)
         model(EXAMPLES).float().mean().backward()
@@ -34,7 +32,6 @@ Adam, SGD = torch.optim.Adam, torch.optim.SGD
 @rows("* * * optimizer-eps-underflow", after_step(torch.optim.RMSprop), torch.half, name="RMSprop")
 @rows("healthy", after_step(Adam, eps=1e-4), torch.half, name="eps that fp16 holds")
 @rows("healthy", after_step(Adam), name="fp32 weights")
-@rows("healthy", after_step(torch.optim.AdamW), torch.bfloat16, name="bf16")
 @rows("healthy", after_step(SGD, momentum=0.9), torch.half, name="no second moments")
 @rows("state * * poisoned-weights", after_step(SGD), torch.float32, True, name="weights spoilt before")
 def detector(dtype=torch.float32, spoilt=False):

@@ -11,7 +11,6 @@ HOT = 1
 
 
 def hot(*shape):
-    """Normal numbers with one sample that overflows."""
     values = normal(*shape)
     values[HOT] *= 1e4
     return values
@@ -40,8 +39,6 @@ def messages(self, x, edge_index):
 
 
 def attended(steps_first):
-    """Attention along the first or the second dimension of the batch."""
-
     def forward(self, x):
         q = self.entry(x / 1e3)
         q = q.transpose(0, 1) if steps_first else q
@@ -109,8 +106,6 @@ def contrastive(output, label):
 
 
 class Tower(nn.Embedding):
-    """The mean of the words, of length 1."""
-
     def __init__(self):
         super().__init__(9, 4, padding_idx=0)
 

@@ -41,8 +41,6 @@ class Scaled(torch.Tensor):
 
 
 class Rounded(torch.autograd.Function):
-    """A product in fp8, and its gradient as if it had not been."""
-
     @staticmethod
     def forward(ctx, x, weight):
         ctx.save_for_backward(x, weight)
@@ -98,8 +96,6 @@ class Ragged(nn.Linear):
 
 
 class Net(nn.Module):
-    """A layer with a factor before and after it."""
-
     def __init__(self, layer, before, after):
         super().__init__()
         self.entry, self.layer, self.before, self.after = nn.Linear(8, 8), layer(8, 8), before, after
@@ -129,8 +125,6 @@ def nan_weight_of_theirs():
 @rows("healthy", BATCH, 1.0)
 @rows(MUL, BATCH, 1e6)
 class Packed(nn.Module):
-    """An output of such a class is read."""
-
     def __init__(self, factor):
         super().__init__()
         self.entry, self.factor = nn.Linear(8, 8), factor

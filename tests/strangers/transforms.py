@@ -44,8 +44,6 @@ def dead_weight_with_its_norm_in_a_hook():
 
 @rows("numerics . linalg_slogdet log-of-zero", BATCH)
 class Determinant(Layered):
-    """Two results of one shape, of which the second is infinite."""
-
     def forward(self, x):
         return self.head(x), torch.linalg.slogdet(0 * self.inner.weight.float())[1]
 
@@ -127,8 +125,6 @@ class BackwardThatRaises(nn.Linear):
 
 
 class Scaled(Layered):
-    """A module to be scripted, with nothing of Python around it."""
-
     def forward(self, x):
         h = self.inner(x)
         return h * 1e6

@@ -7,8 +7,6 @@ normal, louder = randn, scaled
 
 
 class Between(nn.Module):
-    """Two linear layers with anything between them."""
-
     def __init__(self, middle, width=8):
         super().__init__()
         self.entry = nn.Linear(width, width)
@@ -20,8 +18,6 @@ class Between(nn.Module):
 
 
 class Lifted(nn.Module):
-    """A linear layer, and a function of its output and of the input."""
-
     def __init__(self, function):
         super().__init__()
         self.lift = nn.Linear(8, 8)
@@ -32,10 +28,8 @@ class Lifted(nn.Module):
 
 
 def mean(output, _batch):
-    """A loss in fp32."""
     return output.float().mean()
 
 
 def mean_square(output, _batch):
-    """Another one."""
     return output.float().square().mean()

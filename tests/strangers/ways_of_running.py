@@ -57,16 +57,6 @@ def distribution_that_validates_its_arguments(x):
     return torch.distributions.Normal(energy - energy.mean(), 1.0, validate_args=True).rsample()
 
 
-class Square(nn.Module):
-    def forward(self, x):
-        return x * x
-
-
-@rows("precision middle._orig_mod mul elementwise-overflow", LOUD, line="return x * x")
-def block_under_torch_compile():
-    return Between(torch.compile(Square(), backend="eager"))
-
-
 def never(graph, inputs):
     raise AssertionError("a replay compiles nothing, in no run and in no backward pass")
 
@@ -186,8 +176,6 @@ class Quantized(nn.Module):
 
 
 class Scaled(nn.Module):
-    """A weight and a running average, read and written by way of `.data`."""
-
     def __init__(self, scale=1.0):
         super().__init__()
         self.inner = nn.Linear(8, 8)
@@ -222,14 +210,6 @@ class WeightThatIsMendedThroughData(Scaled):
     def forward(self, x):
         self.scale.data.nan_to_num_(1.0)
         return self.inner(x * self.scale)
-
-
-@rows.between("healthy", BATCH)
-def scratch_tensor_that_is_filled_through_data(x):
-    result = torch.empty_like(x).fill_(math.nan)
-    result.data[:, :4] = x[:, :4]
-    result.data[:, 4:] = x[:, 4:]
-    return result
 
 
 def only_nan(report):

@@ -55,8 +55,6 @@ class Attention(nn.Module):
 
 
 class Choice(nn.Module):
-    """The masked scores are the output."""
-
     def __init__(self, hide):
         super().__init__()
         self.score = nn.Linear(8, 5)
@@ -132,7 +130,6 @@ class LogarithmThatNumpyTookOfZero(nn.Linear):
 
 
 def of_places(hidden):
-    """Positions that bf16 rounds to one and the same."""
     place = torch.tensor([1.0, 256, 257, 300, 400]).to(hidden.dtype)
     return 1 / (place[:, None] - place).abs()
 

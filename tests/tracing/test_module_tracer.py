@@ -14,7 +14,6 @@ ONE = torch.ones(2, 3)
 
 
 def trace(model, *args, statistics="ranges", **kwargs):
-    """The recorded calls of one forward."""
     tracer = Tracer(model, statistics=statistics)
     with torch.no_grad(), tracer:
         model(*args, **kwargs)

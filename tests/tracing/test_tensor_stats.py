@@ -32,7 +32,6 @@ def stats_of(tensor, *, counts=False):
 
 
 def naive_counts(values):
-    """The counts of a counts, one Python float at a time."""
     magnitudes = [abs(value) for value in values if math.isfinite(value) and value != 0]
     return {
         "num_nan": sum(math.isnan(value) for value in values),

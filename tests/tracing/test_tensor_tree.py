@@ -14,8 +14,6 @@ ONE = torch.ones(2, 3)
 
 
 class Slotted:
-    """A tensor behind a property, in a private slot."""
-
     __slots__ = ("__kept", "empty")
 
     def __init__(self, kept):
@@ -37,16 +35,12 @@ class Attributed:
 
 
 class Hidden:
-    """A tensor that nothing but a closure holds."""
-
     def __init__(self, kept):
         self.read = lambda: kept
 
 
 @dataclass
 class Record:
-    """A dataclass with a field that is not initialised."""
-
     kept: torch.Tensor
     late: torch.Tensor = field(init=False)
 

@@ -261,7 +261,6 @@ def precision(num_layers=20, *, nonfinite_from=9, would_be=81234.0, low=FP16):
 
 
 def numerics():
-    """Non-finite in both runs."""
     runs = network(20, nonfinite_from=9)
     fp32 = tuple(
         replace(row, outputs=other.outputs) for row, other in zip(runs.fp32.modules, runs.autocast.modules, strict=True)
@@ -282,7 +281,6 @@ def residual():
 
 
 def state():
-    """Poisoned buffers."""
     made = precision()
     buffers = tuple(array(f"norm{i}.running_var", 64, shape=(64,), role=None) for i in range(5))
     return replace(
@@ -294,7 +292,6 @@ def state():
 
 
 def weights_only():
-    """A file without a batch: nothing was run."""
     return report(
         verdict="state",
         headline="1 of 62 saved tensors is non-finite: head.weight",
@@ -304,7 +301,6 @@ def weights_only():
 
 
 def nonfinite_input():
-    """A batch that was non-finite before the first layer."""
     made = precision(nonfinite_from=0)
     seen = first(
         nonfinite_row(made.runs),
@@ -324,12 +320,10 @@ def nonfinite_input():
 
 
 def healthy(num_layers=20):
-    """Nothing is wrong."""
     return report(network(num_layers))
 
 
 def not_reproduced():
-    """The saved output is non-finite, the replay is not."""
     attempts = tuple(ReplayAttempt(training=True, seed=seed, grade="finite") for seed in range(4))
     reproduction = replace(AGREES, grade="finite", num_bad_replayed=0, attempts=attempts)
     headline = "The replay is finite, and the saved output is not"

@@ -24,7 +24,6 @@ def markdown(thing, **more):
 
 
 def visible(markup):
-    """The text of a page, without its styles and scripts, tags as line breaks."""
     body = re.sub(r"<(style|script|title|noscript)\b.*?</\1>", "", markup, flags=re.DOTALL)
     return "\n".join(line for line in html.unescape(re.sub(r"<[^>]+>", "", body)).splitlines() if line.strip())
 

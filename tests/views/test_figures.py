@@ -25,19 +25,16 @@ def names(axes):
 
 
 def marks(axes, marker_name):
-    """Where the marks of one kind stand."""
     found = [c for c in axes.collections if isinstance(c, PathCollection) and c.get_label() == marker_name]
     return [x for collection in found for x, _ in collection.get_offsets()]
 
 
 def bars(axes):
-    """Bottom and top of each bar."""
     drawn = [one for one in axes.collections if isinstance(one, PolyCollection)]
     return [(path.vertices[0][1], path.vertices[1][1]) for one in drawn for path in one.get_paths()]
 
 
 def report_on(*pairs, **changes):
-    """A report on layers given as (autocast tensor, fp32 tensor)."""
     autocast = [factory.row(f"layer{i}", "Linear", a, depth=1) for i, (a, _) in enumerate(pairs)]
     fp32 = [factory.row(f"layer{i}", "Linear", b, depth=1) for i, (_, b) in enumerate(pairs)]
     runs = Runs(autocast=factory.run(autocast, dtype=FP16), fp32=factory.run(fp32, dtype=FP32))

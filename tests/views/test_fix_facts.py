@@ -102,12 +102,6 @@ def test_settings_in_words():
     assert [describe_setting(setting) for setting, _ in SETTINGS] == [text for _, text in SETTINGS]
 
 
-def test_what_did_not_help_says_so():
-    told = Told(replace(factory.fixable(), fixes=factory.fixable().fixes[-1:]))
-    assert told.heading == "No fix was verified"
-    assert told.facts == [("tried", "Clamp what add returns (failed: still non-finite)")]
-
-
 def test_fp32_sets():
     fp32_set = Fp32Set(modules=(Fp32Module(module="a"), Fp32Module(module="b")))
     search = Fp32SetSearch(

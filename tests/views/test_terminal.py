@@ -14,7 +14,6 @@ from nandoctor.views.terminal import print_document
 
 
 def table_rows(text):
-    """The lines of the table, by layer, as lists of cells."""
     lines = text[text.index("  layer ") :].splitlines()[1:]
     rows = [re.split(r"\s{2,}", line.strip()) for line in lines[: lines.index("")] if "." in line]
     return {row[0].removeprefix("> "): row[1:] for row in rows}
