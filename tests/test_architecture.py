@@ -34,7 +34,7 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 34_278, "tests": 29_347, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 34_275, "tests": 29_350, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_976,
@@ -47,7 +47,7 @@ MAX_LINES_OF_ROOMS = {
     "dumps": 3_123,
     "engine": 2_990,
     "evidence": 1_691,
-    "fixes": 4_179,
+    "fixes": 4_176,
     "fleet": 651,
     "repro_scripts": 540,
     "step": 3_057,

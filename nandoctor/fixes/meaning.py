@@ -305,10 +305,7 @@ class Meaning:
             if self.meets_infinity and bool(unknown.any()):
                 lacks = lacks | (unknown & self._shows(edit, name))
             off = torch.where(torch.isfinite(tends), ours - tends, 0.0).abs().masked_fill(lacks, torch.inf)
-            meant = self.trials.exact().meant.get(
-                name, torch.zeros_like(itself, dtype=torch.bool)
-            )  # the loss forgives it
-            replaced = ~meant & (off > TOLERANCE * _largest(tends)) & torch.isfinite(ours) & ~torch.isfinite(itself)
+            replaced = (off > TOLERANCE * _largest(tends)) & torch.isfinite(ours) & ~torch.isfinite(itself)
             if bool(replaced.any()):
                 worst = int(torch.where(replaced, off, 0.0).argmax())
                 return self._describe_at(worst, name, (ours, tends, itself))

@@ -147,13 +147,16 @@ def test_infinities_that_are_meant_stay_in_the_output(replay_step):
 
 @pytest.mark.slow
 def test_an_infinity_that_a_loss_does_not_forgive_is_mended(replay_step):
-    """The loss cuts -inf off, and its gradients are NaN all the same: where log gets 0 is the place to change."""
+    """The loss cuts -inf off, and its gradients are NaN all the same: where log gets 0 is the place to change.
+
+    What the model returns is another number then, though not to this loss.
+    """
     present = torch.ones(4, 4)
     present[2] = 0
     forward, loss = "return (self.lift(x).sigmoid() * present).sum(-1).log()", "return output.clamp(min=-5).mean()"
     batch = {"x": torch.randn(4, 4), "present": present}
     fix = replay_step(forward, batch, loss=loss).fixes[0]
-    assert fix.verified
+    assert fix.workaround.endswith("where the formula gives -Inf")
     assert all(".clamp(min=1e-" in line and line.endswith(".log()") for line in added(fix))
     assert next(check for check in fix.checks if check.name == "output").text.startswith("finite, ")
 
