@@ -90,7 +90,8 @@ def replay(
         found = replay_dump(dump, settings, progress=listener)
         arguments = _command_arguments(dump, {"model": model, **options})
         found = dataclasses.replace(found, report=dataclasses.replace(found.report, arguments=arguments))
-        found = tell_if_changed(found, dump, settings)
+        if found.report.verdict == "not-reproduced":
+            found = tell_if_changed(found, dump, settings)
         listener.tell(found.report)
         return Case(add_fixes(found, settings))
 

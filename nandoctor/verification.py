@@ -88,9 +88,7 @@ def verify_dump(query: Query, *, progress: Progress) -> tuple[Verification, Repo
 
 
 def tell_if_changed(found: Diagnosed, dump: Dump, settings: Settings) -> Diagnosed:
-    """Add to a replay, if it did not reproduce the failure, what is known of changes to the code."""
-    if found.report.verdict != "not-reproduced":
-        return found
+    """Add to a replay that did not reproduce the failure what is known of changes to the code."""
     verification = _conclude(found, Query(dump=dump, settings=settings))
     return replace(found, report=_add_outcome(found.report, verification))
 

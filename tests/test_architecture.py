@@ -34,10 +34,10 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 34_275, "tests": 29_350, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 34_276, "tests": 29_350, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
-    FILES: 2_976,
+    FILES: 2_975,
     "autocast": 749,
     "capture": 2_387,
     "causes": 2_516,
@@ -48,7 +48,7 @@ MAX_LINES_OF_ROOMS = {
     "engine": 2_990,
     "evidence": 1_691,
     "fixes": 4_176,
-    "fleet": 651,
+    "fleet": 653,
     "repro_scripts": 540,
     "step": 3_057,
     "tracing": 1_544,

@@ -92,7 +92,7 @@ def test_the_scripts_of_sick_models_fail_as_they_say(scripts):
     done = run_bare("-c", RUN_ALL, *map(str, scripts.values()))
     *lines, strangers = done.stdout.splitlines()
     assert [line for line in lines if not (line.startswith("ok ") and line.endswith(" True"))] == []
-    assert len(lines) == len(SICK) >= 20
+    assert len(lines) == len(SICK) >= 18
     assert not any(name.startswith(("nandoctor", "sick_models")) for name in strangers.split("'"))
 
 
