@@ -34,7 +34,7 @@ def test_the_import_contracts_hold():
 
 
 MAX_LINES = 600
-MAX_LINES_OF_ALL = {"nandoctor": 34_276, "tests": 29_350, "tests/scripts/gallery": 1_339}
+MAX_LINES_OF_ALL = {"nandoctor": 34_285, "tests": 29_350, "tests/scripts/gallery": 1_339}
 FILES = "files beside the rooms"
 MAX_LINES_OF_ROOMS = {
     FILES: 2_975,
@@ -45,9 +45,9 @@ MAX_LINES_OF_ROOMS = {
     "cli": 826,
     "diagnosis": 1_842,
     "dumps": 3_123,
-    "engine": 2_990,
+    "engine": 2_994,
     "evidence": 1_691,
-    "fixes": 4_176,
+    "fixes": 4_181,
     "fleet": 653,
     "repro_scripts": 540,
     "step": 3_057,

@@ -30,8 +30,8 @@ class Call:
 
     `batch` holds every array that may be needed, on the step's device. `forward` takes it and returns the model's
     output, reading the arrays in `used`. Those `with_grad` require gradients, which the training may read; those
-    `differentiated` do so for the step itself alone. `has_samples` is False if the
-    step is known to make as many rows with fewer samples. `description` shows the call.
+    `differentiated` do so for the step itself alone. `has_samples` is False if the step is known
+    to make as many rows with fewer samples. `description` shows the call.
     """
 
     batch: Batch

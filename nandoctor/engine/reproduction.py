@@ -354,13 +354,17 @@ def _replay(steps: list[FailingStep], preparation: Preparation, *, is_first: boo
 
 def _has_samples(step: FailingStep, trace: Trace) -> bool:
     """Return False if a step makes as many rows with one sample, as an image has them for a camera's matrices."""
-    size, rows = step.call.sample_count, [stats.shape[0] for stats in trace.output if stats.shape]
+
+    def rows_of(trace: Trace) -> list[int]:
+        return [stats.shape[0] for stats in trace.output if stats.shape]
+
+    size, rows = step.call.sample_count, rows_of(trace)
     if not size or size < 2 or not rows or not all(length % size for length in rows):
         return True
     one = KeepSamples(samples=(0,) * min(2, size - 1))  # the variance over one is 0
     with suppress(ModelError):
-        few = replace(step, loss=None).run(watch=replace(MODULES_ONLY, stage="samples"), changes=(one,)).trace.output
-        return [stats.shape[0] for stats in few if stats.shape] != rows
+        few = replace(step, loss=None).run(watch=replace(MODULES_ONLY, stage="samples"), changes=(one,))
+        return rows_of(few.trace) != rows
     return False
 
 

@@ -177,7 +177,7 @@ def _op_in_fp32(lead: Suspect, ops: Sequence[OpCall], model: nn.Module) -> tuple
 
 def _has_another_beside(site: OpSite, ops: Sequence[OpCall]) -> bool:
     """Return True if the line has another such op, of the same shape, that has nothing to do with this one."""
-    line = site.source.whole if site.source is not None else None
+    line = line_of(site).source
     here = [op for op in ops if op.op == site.op and op.phase != "backward" and op.source and op.source.whole == line]
     first = next((op for op in here if site_of(op) == site), None)
     if first is None:

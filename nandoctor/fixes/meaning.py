@@ -320,8 +320,8 @@ class Meaning:
         if any(clamp.keeps_sign for clamp in clamps) or self.smaller is not None:
             return None
         own = self.trials.exact(edit)
-        for other in (_with_other_numbers(edit, by) for by in _OTHERS):
-            made = self.trials.exact(other) if other != edit else own
+        for other in dict.fromkeys(_with_other_numbers(edit, by) for by in _OTHERS):
+            made = self.trials.exact(other)
             errors = gradient_errors(own, made)
             if (name := next((name for name, off in errors.items() if off > TOLERANCE), None)) is not None:
                 return f"the gradient of `{name}` depends on the number that is put"
@@ -468,7 +468,8 @@ def _with_other_number(edit: SingleEdit, by: float) -> SingleEdit:
     if not isinstance(edit, ClampArgument | GuardArgument):
         return edit
     low, high = (4 * bound if bound is not None else None for bound in (edit.low, edit.high))
-    return replace(edit, low=low, high=high, fill=edit.fill + by)
+    is_put = isinstance(edit, GuardArgument) or edit.nan  # a bound alone puts no `fill`
+    return replace(edit, low=low, high=high, fill=edit.fill + by if is_put else edit.fill)
 
 
 def _common(runs: Sequence[Result], what: str) -> list[str]:

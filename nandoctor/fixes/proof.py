@@ -113,6 +113,11 @@ class Verifier:
         return Judgement(outcome=outcome, passes=not replaces, workaround=workaround), tuple(checks)
 
     @cached_property
+    def before(self) -> dict[str, torch.Tensor]:
+        """The state that the step begins with."""
+        return of_model_and_loss(self.trials.step, copied_state)
+
+    @cached_property
     def fp32_error(self) -> float | None:
         """The error of the unchanged step in fp32 against float64, if it is large and both are finite; else None."""
         if self.trials.numerics or self._trusts_fp32:
@@ -153,7 +158,7 @@ def _judge_output(proof: Proof) -> Said:
     if not outcome.finite or outcome.max_rel_err is None:
         return Said("failed", "the output is not finite wherever it should be")
     formats = {name: value.dtype for name, value in proof.trials.reference().values.items() if name != "loss"}
-    if any(made.values[name].dtype is torch.float64 is not dtype for name, dtype in formats.items()):
+    if any(it.dtype is torch.float64 is not formats.get(name, it.dtype) for name, it in made.values.items()):
         return Said("failed", "the output becomes float64, which the code that takes it may refuse")
     largest = made.largest_finite
     if "loss" not in made.values and largest > LARGEST_SQUARED > proof.trials.reference().largest_finite:
@@ -223,8 +228,7 @@ def _judge_buffers(proof: Proof) -> Said | None:
     if spoilt:
         names = join_first([f"`{name}`" for name in spoilt], 3)
         return Said("failed", f"{names} {are(len(spoilt))} left with NaN or Inf")
-    before = of_model_and_loss(trials.step, copied_state)
-    if (name := unwritten_state(proof.made, trials.sound_reference(()), before)) is not None:
+    if (name := unwritten_state(proof.made, trials.sound_reference(()), proof.verifier.before)) is not None:
         return Said("failed", f"`{name}` is not written any more")
     if only_widens(proof.edit) or proof.change == proof.edit:
         return None
@@ -508,7 +512,7 @@ def _excuse(trials: Trials, made: Result, reference: Result) -> Said:
 
 def _judge_next_step(proof: Proof) -> Said | None:
     """Judge the change in the step after this one, if that begins with what this one has left."""
-    after = with_step_before(proof.trials.step, proof.made.left)
+    after = with_step_before(proof.trials.step, proof.made.left, proof.verifier.before)
     return None if after is None else _run_on(proof, proof.trials.on(after))
 
 

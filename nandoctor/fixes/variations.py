@@ -14,9 +14,8 @@ import torch
 from nandoctor.dumps.stored_tensor import is_dense
 from nandoctor.dumps.tensors import comparable_values
 from nandoctor.engine.call import Batch, Call
-from nandoctor.engine.module_state import copied_state
 from nandoctor.engine.reproduction import is_flags
-from nandoctor.engine.runner import FailingStep, of_model_and_loss
+from nandoctor.engine.runner import FailingStep
 from nandoctor.fixes.verify import Trials
 from nandoctor.source_files import parse_source
 from nandoctor.torch_compat import is_running_norm
@@ -63,10 +62,12 @@ NEARLY_THE_SAME = ("samples in another order", "small noise on the inputs", OTHE
 """Those that hardly change the values; they are combined in one run, and with each of the others."""
 
 
-def with_step_before(step: FailingStep, left: Mapping[str, torch.Tensor]) -> FailingStep | None:
+def with_step_before(
+    step: FailingStep, left: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]
+) -> FailingStep | None:
     """Return the step run after one on inputs a little off its own; None if it would begin with the same state.
 
-    `left` is what the step leaves; the statistics that norms write are not read in train mode.
+    `left` is the state after the step, `before` that it begins with. What norms write is not read in train mode.
     """
     norms = [module for module in step.model.modules() if is_running_norm(module)]
     statistics = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
@@ -74,7 +75,6 @@ def with_step_before(step: FailingStep, left: Mapping[str, torch.Tensor]) -> Fai
     after = {name: value for name, value in left.items() if name not in unread}
     if not after:
         return None
-    before = of_model_and_loss(step, copied_state)
     same = [name for name in after.keys() & before if after[name].dtype is before[name].dtype]
     if all(after[name].equal(before[name]) for name in same) and len(same) == len(after):
         return None
